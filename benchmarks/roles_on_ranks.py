@@ -143,11 +143,11 @@ def run(
 ) -> tuple[dict[str, float], list[torch.Tensor]]:
     """One placement: its figures, and the results of its steps."""
     from medusa_ppo.cli.plan import make_plan
-    from medusa_ppo.cli.role_memory import RANK as A_RANK
     from medusa_ppo.config.run_config import build_config
     from medusa_ppo.contract import metrics as names
     from medusa_ppo.contract.rollouts import Sampling
     from medusa_ppo.ppo.megatron.megatron_learner import MegatronLearner, RankedReward, RankTeam
+    from medusa_ppo.ppo.role_memory import RANK as A_RANK
     from medusa_ppo.runtime.hardware import Hardware
 
     config = build_config(

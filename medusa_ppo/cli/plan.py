@@ -9,11 +9,17 @@ themselves.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from heads.heads_config import CPU_CHUNK, GPU_CHUNK, HeadsConfig
-from medusa_ppo.cli.role_memory import (
+from medusa_ppo.config.companion_section import LOGITS_BYTES
+from medusa_ppo.config.engine_section import SERVER
+from medusa_ppo.config.ppo_section import IN_TURN, SHARED
+from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.engines.launch import cache_bytes, draft_vocabulary
+from medusa_ppo.ppo.megatron.rank_places import ranks_of_engines, ranks_together
+from medusa_ppo.ppo.role_memory import (
     LOOP,
     PARTS,
     RANK,
@@ -22,11 +28,6 @@ from medusa_ppo.cli.role_memory import (
     reward_sizes,
     role_memory,
 )
-from medusa_ppo.config.companion_section import LOGITS_BYTES
-from medusa_ppo.config.engine_section import SERVER
-from medusa_ppo.config.ppo_section import IN_TURN, SHARED
-from medusa_ppo.config.run_config import RunConfig
-from medusa_ppo.engines.launch import cache_bytes, draft_vocabulary
 from medusa_ppo.reports.store import without_secrets
 from medusa_ppo.runtime.hardware import (
     BFLOAT16,
@@ -50,6 +51,8 @@ STEP_COPIES = 2
 LOGITS_COPIES, LOGITS_COPIES_WITH_ACTOR = 2, 4
 ON_HOST = ", on the host"
 """Suffix of parts that stay in host memory even if the process has a GPU."""
+MANY = 4
+"""As many engines are listed one by one."""
 # An id (int64) and a log-prob (float32).
 TOKEN_BYTES = 8 + 4
 
@@ -123,6 +126,7 @@ class Process:
         where: who starts it, and on which node.
         gpus: GPUs per process; below 1 a share of one; 0 on a machine without any.
         parts: what takes memory in each process, in bytes; on its GPU if it has one.
+        guest: its GPUs are counted with those of the process that it shares them with.
     """
 
     name: str
@@ -130,6 +134,7 @@ class Process:
     where: str
     gpus: float
     parts: dict[str, int]
+    guest: bool = False
 
     @property
     def memory(self) -> int:
@@ -176,8 +181,10 @@ class Plan:
 
     @property
     def gpus(self) -> float:
-        """GPUs requested from Ray, plus one for the PPO process, which requests none."""
-        return sum(p.count * p.gpus for p in self.processes)
+        """GPUs requested from Ray, plus one for the PPO process, which requests none; a GPU that
+        several processes take turns on counts once.
+        """
+        return sum(p.count * p.gpus for p in self.processes if not p.guest)
 
     @property
     def memory(self) -> int:
@@ -226,9 +233,17 @@ def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
         hardware,
         decided,
         phase_peaks(config, model, gpus),
-        role_memory(config, model),
+        _roles(config, model, drafting),
         warnings,
     )
+
+
+def _roles(config: RunConfig, model: ModelSizes, engine: Process) -> tuple[RoleMemory, ...]:
+    """The memory of roles by part of a step, with that of an engine that shares their device."""
+    found = role_memory(config, model)
+    if config.ppo.placement != SHARED:
+        return found
+    return tuple(replace(memory, engine=engine.gpu_memory) for memory in found)
 
 
 def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
@@ -243,12 +258,18 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
     parts[f"actor's file, for engines that start late or restart{ON_HOST}"] = (
         _element(config) * model.parameters
     )
+    where = "the process that you start, on its node"
+    shared = config.ppo.placement == SHARED
+    alone = shared and config.actor.backend == "megatron"
+    if shared and not alone:
+        where += "; its device is an engine's too"
     return Process(
         "PPO loop",
         1,
-        "the process that you start, on its node",
-        float(gpus),
+        where,
+        0.0 if alone else float(gpus),
         parts | _remembered(config),
+        guest=shared,
     )
 
 
@@ -346,7 +367,7 @@ def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
     parts["logits of a micro-batch, and their gradient"] = (
         2 * FLOAT32 * tokens * model.vocab // section.tensor_parallel
     )
-    where = f"a Ray actor, {_place(section.resource, 1)}, {section.tensor_parallel} together"
+    where = f"a Ray actor, {_place(section.resource, 1)}, {ranks_together(config)} together"
     return [Process("actor rank", section.ranks, where, float(gpus), parts)]
 
 
@@ -355,7 +376,7 @@ def _engines(
 ) -> list[Process]:
     """The engines that the loop generates with, and the extra ones that a comparison starts."""
     section = config.engine
-    ranks = int(section.extra.get("tensor_parallel_size", 1))
+    ranks = section.ranks
     # Models with several parts keep the sizes of their language model in a section.
     text = {**raw, **(raw.get("text_config") or {})}
     parts = {
@@ -367,17 +388,32 @@ def _engines(
         where = f"running servers at {without_secrets(section.backend)}"
     elif section.backend == SERVER:
         where = "a vllm serve process on the PPO loop's node"
+    elif guests := ranks_of_engines(config):
+        where = f"a Ray actor; {_devices_of(guests)}"
     else:
         where = f"a Ray actor, {_place(section.resource, section.replicas)}"
     # Each rank of a tensor-parallel engine has its own GPU; only an engine of one rank can share.
     share = ((section.memory_fraction or 0.0) if ranks == 1 else float(ranks)) if gpus else 0.0
+    guest = config.actor.backend == "megatron" and config.ppo.placement == SHARED
+    if guest:
+        share = float(ranks * gpus)
     several = f" of {ranks} ranks" * (ranks > 1)
     drafting = parts | {"heads": _element(config) * heads_parameters(heads)} | _remembered(config)
-    found = [Process(f"engine{several}", section.replicas, where, share, drafting)]
+    found = [Process(f"engine{several}", section.replicas, where, share, drafting, guest)]
     if config.report.compare_pairs:
         where += "; after the last step, for report.compare_pairs"
         found.append(Process(f"plain engine{several}", section.replicas, where, share, parts))
     return found
+
+
+def _devices_of(shares: list[range]) -> str:
+    """On which ranks' devices each of some engines is; of many, the first and the last."""
+    said = [
+        f"engine {index} on the device{'s' * (len(share) > 1)} of rank "
+        + " and ".join(map(str, share))
+        for index, share in enumerate(shares)
+    ]
+    return ", ".join(said) if len(said) <= MANY else f"{said[0]}, to {said[-1]}"
 
 
 def _remembered(config: RunConfig) -> dict[str, int]:
@@ -596,7 +632,9 @@ def lines(plan: Plan) -> list[str]:
         out.append(f"  {size_text(move.size) + copies:<18} {move.what}: {move.route}")
     out += ["", f"Decided by the hardware: {plan.hardware.found}"]
     out += [f"  {choice.key} = {choice.value}: {choice.why}" for choice in plan.choices]
-    asked = f"{plan.gpus:g} GPUs (the PPO loop's one included)" if plan.gpus else "no GPU"
+    shared = any(process.guest for process in plan.processes)
+    which = "shared ones counted once" if shared else "the PPO loop's one included"
+    asked = f"{plan.gpus:g} GPUs ({which})" if plan.gpus else "no GPU"
     out += [f"\nWarning: {warning}" for warning in plan.warnings]
     out += [
         "",

@@ -45,8 +45,8 @@ def predict(
     Example:  [bold]medusa-ppo predict --model models/actor --gpu h100
     --acceptance 0.6,0.4,0.25,0.15 --length-mean 2000 --longest 4096[/bold]
     """
-    from medusa_ppo.cli.role_memory import model_config
     from medusa_ppo.config.run_config import load_config
+    from medusa_ppo.ppo.role_memory import model_config
     from medusa_ppo.predict.answer_lines import answer_lines
     from medusa_ppo.predict.asking import question_of
     from medusa_ppo.predict.check_lines import check_lines

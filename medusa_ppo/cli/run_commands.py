@@ -144,7 +144,7 @@ def report(
 
 def _worth(config: RunConfig, gpu: str) -> str:
     """What drafting would gain for the run on such GPUs, before there are heads."""
-    from medusa_ppo.cli.role_memory import model_config
+    from medusa_ppo.ppo.role_memory import model_config
     from medusa_ppo.predict.asking import assumed, question_of
     from medusa_ppo.predict.gpus import find_gpu
     from medusa_ppo.predict.predict_options import PredictOptions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -118,6 +119,14 @@ class EngineConfig(Section):
     def most_drafts(self) -> int | None:
         """Maximum number of drafts in a step; None: one per head."""
         return None if self.num_drafts == AUTO else int(self.num_drafts)
+
+    @property
+    def ranks(self) -> int:
+        """Number of an engine's ranks, each of which has a GPU if there are any."""
+        return math.prod(
+            int(self.extra.get(f"{kind}_parallel_size", 1))
+            for kind in ("tensor", "pipeline", "data")
+        )
 
     @property
     def addresses(self) -> tuple[str, ...]:

@@ -53,9 +53,10 @@ class PPOConfig(Section):
     `swapped`: a reward model of the critic's sizes has no memory of its own, and uses that of the
     critic's weights while it scores. `in_turn`: one role at a time is on its device, and the others
     wait in host memory; engines have their own devices. `shared`: the roles take turns on the
-    engine's device while it sleeps (engine.sleep_level), and wait in host memory while it
-    generates. Set it to shared when there is only one GPU, to in_turn when the roles do not fit on
-    their devices together.
+    engines' devices while these sleep (engine.sleep_level), and wait in host memory while they
+    generate; each rank of a Megatron actor shares its device with one engine rank. Set it to shared
+    when there is only one GPU, or when all GPUs are to generate and to train; to in_turn when the
+    roles do not fit on their devices together.
     """
     side_by_side: bool = False
     """The reference scores in parallel with actor and critic, and the critic learns in parallel

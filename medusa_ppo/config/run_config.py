@@ -240,13 +240,6 @@ def _of_a_megatron_actor(config: RunConfig) -> Iterator[Contradiction]:
             "ppo.side_by_side=false",
             "Set ppo.side_by_side=false.",
         )
-    if ppo.placement == SHARED:
-        yield Contradiction(
-            "The ranks of a Megatron actor have other devices than the engine.",
-            ("ppo.placement", "actor.backend"),
-            "ppo.placement=in_turn, or actor.backend=transformers",
-            "Set ppo.placement=in_turn: roles then take turns on each rank's device.",
-        )
     if actor.roles == CRITIC_ROLES and ppo.advantages != "gae":
         yield Contradiction(
             "These advantages have no critic that the ranks could hold.",
@@ -282,14 +275,6 @@ def _of_placement(config: RunConfig) -> Iterator[Contradiction]:
             "engine.sleep_level=1 or 2",
             "Set engine.sleep_level=1, or ppo.placement=separate.",
         )
-    ranks = int(engine.extra.get("tensor_parallel_size", 1))
-    if engine.replicas > 1 or ranks > 1:
-        yield Contradiction(
-            "The loop's process has one device, but the engines have several.",
-            ("ppo.placement", "engine.replicas", "engine.extra"),
-            "one engine of one rank",
-            "Set ppo.placement=separate, or one engine of one rank.",
-        )
     if engine.transfer == "broadcast":
         yield Contradiction(
             "Two processes on the same device can't broadcast to each other.",
@@ -303,6 +288,53 @@ def _of_placement(config: RunConfig) -> Iterator[Contradiction]:
             ("ppo.placement", "report.compare_pairs"),
             "one of the two",
             "Set ppo.placement=separate, or report.compare_pairs=null.",
+        )
+    if config.actor.backend == "megatron":
+        yield from _of_ranks_that_share(config)
+
+
+def _of_ranks_that_share(config: RunConfig) -> Iterator[Contradiction]:
+    """Rules for a Megatron actor whose ranks have engines on their devices."""
+    engine = config.engine
+    actor = config.actor
+    if engine.replicas * engine.ranks != actor.ranks:
+        yield Contradiction(
+            f"The actor has {actor.ranks} ranks and the engines have"
+            f" {engine.replicas * engine.ranks}, but each rank shares its device with one of"
+            " theirs.",
+            (
+                "ppo.placement",
+                "engine.replicas",
+                "engine.extra",
+                "actor.tensor_parallel",
+                "actor.pipeline_parallel",
+                "actor.context_parallel",
+                "actor.data_parallel",
+            ),
+            f"engine.replicas times tensor_parallel_size = {actor.ranks}",
+            f"Set engine.replicas={actor.ranks} without tensor_parallel_size, or fewer engines of"
+            " more ranks; or ppo.placement=in_turn, with GPUs for the engines.",
+        )
+    if config.ppo.advantages == "gae" and not config.critic_on_ranks:
+        yield Contradiction(
+            "The critic would be in the loop's process, which has no device of its own.",
+            ("ppo.placement", "actor.roles"),
+            "actor.roles=critic or all",
+            "Set actor.roles=critic, or ppo.placement=in_turn.",
+        )
+    if config.ppo.judged_by_model and not config.reward_on_ranks:
+        yield Contradiction(
+            "The reward model would be in the loop's process, which has no device of its own.",
+            ("ppo.placement", "actor.roles", "ppo.reward"),
+            "actor.roles=all",
+            "Set actor.roles=all, or ppo.placement=in_turn.",
+        )
+    if engine.resource is not None:
+        yield Contradiction(
+            "Engines that share the ranks' devices are on the ranks' nodes.",
+            ("ppo.placement", "engine.resource"),
+            "engine.resource=null",
+            "Set actor.resource instead.",
         )
 
 

@@ -259,8 +259,14 @@ class ActorSync:
         self.collect_s = 0.0
         self._folder = OwnedFolder("medusa-ppo-actor-", shared_memory=True)
 
-    def __call__(self, actor: Actor, version: int) -> SwapReceipt:
+    def __call__(
+        self, actor: Actor, version: int, wake: Callable[[], None] | None = None
+    ) -> SwapReceipt:
         """Put the actor's current weights into the engine, which must be idle.
+
+        Args:
+            wake: wakes an engine that sleeps; called as late as possible: a file is complete by
+                then, and the actor may have left the engine's device.
 
         Raises:
             SwapError: the engine did not accept them.
@@ -272,6 +278,9 @@ class ActorSync:
         )
         self.collect_s = 0.0
         if self._engine.streams:
+            if wake is not None:
+                wake()
+                wake = None
             try:
                 return self._engine.stream_actor(
                     replace(stream, tensors=lambda: self._timed(stream.tensors())), version
@@ -284,6 +293,8 @@ class ActorSync:
         began = time.perf_counter()
         stream.write(path)
         self.collect_s = time.perf_counter() - began
+        if wake is not None:
+            wake()
         try:
             return self._engine.sync_actor(str(path), version)
         finally:

@@ -155,6 +155,10 @@ def plan_launch(
             "limit_mm_per_prompt": {"video": 0},
             "hf_overrides": {"vocab_size": vocab_size},
         }
+    if config.ranks > 1:
+        # By default vLLM asks Ray for workers if it runs in a placement group, and so for GPUs that
+        # nobody has reserved.
+        args["distributed_executor_backend"] = "mp"
     if config.transfer == "broadcast":
         require_transfer()
         args["weight_transfer_config"] = {"backend": TRANSFER}

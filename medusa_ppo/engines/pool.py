@@ -376,7 +376,13 @@ class EnginePool(base.RolloutEngine):
         self.memory.news.clear()
 
     def sleep(self, level: int) -> None:
-        self._everywhere(lambda engine: engine.sleep(level))
+        """See `RolloutEngine.sleep`. Waits for engines that are restarting: awake, they would take
+        memory that others need from now on.
+        """
+        asleep: list[base.RolloutEngine | None] = []
+        while seats := [seat for seat in self._all_seated() if seat.engine not in asleep]:
+            answers = self._ask_all(seats, lambda engine: engine.sleep(level))
+            asleep += [seat.engine for seat, error in answers if not isinstance(error, Exception)]
 
     def wake(self) -> None:
         """See `RolloutEngine.wake`. An engine that lost its heads in its sleep gets them back
@@ -552,6 +558,13 @@ class EnginePool(base.RolloutEngine):
             wait(starting, return_when=FIRST_COMPLETED)
             self._revive()
         return self._ready()
+
+    def _all_seated(self) -> list[Seat]:
+        """As `_seated`, when no engine is starting any more."""
+        while starting := [seat.starting for seat in self._seats if seat.starting is not None]:
+            wait(starting)
+            self._revive()
+        return self._seated()
 
     def _ask_all(
         self,

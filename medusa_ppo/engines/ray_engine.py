@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from medusa_ppo.runtime.files import OwnedFolder, forget_registration
 from medusa_ppo.runtime.hardware import gpu_places, settled_engine, visible_gpus
 from medusa_ppo.runtime.processes import (
     TOKEN,
+    SharedPlace,
     bundle,
     in_bundle,
     on_one_node,
@@ -66,12 +67,16 @@ class EngineHost:
         self._engine: ColocatedEngine | None = None
         self._received: OwnedFolder | None = None
 
-    def start(self, sent: SentFiles | None = None) -> Answer:
+    def start(self, sent: SentFiles | None = None, devices: tuple[str, ...] = ()) -> Answer:
         """Start vLLM; returns the id of the Ray node that this runs on.
 
         Args:
             sent: the files of the heads' folder, for a node that does not have it.
+            devices: the GPUs to use; none: those that Ray gave to this process.
         """
+        if devices:
+            # Early enough: nothing here has used a GPU yet.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         model, heads, *more, plan = self._start
         if sent is not None and not Path(heads).is_dir():
             heads = self._receive(sent)
@@ -184,14 +189,16 @@ class RayEngine(base.RolloutEngine):
         *,
         plan: LaunchPlan | None = None,
         where: dict[str, Any] | None = None,
+        place: SharedPlace | None = None,
     ) -> None:
         """Start the actor and vLLM in it. Raises like `plan_launch` before anything starts, and
         EngineError afterwards.
 
         Args:
             plan: as for `ColocatedEngine`.
-            where: Ray options that place the actor (`runtime.processes.place`); None: Ray finds a
-                place.
+            where: Ray options that place the actor (`runtime.processes.in_bundle`); None: Ray
+                finds a place.
+            place: other processes' place, to share with them; it asks Ray for no GPU then.
         """
         # Planned here only to refuse before anything starts; the actor plans by its own node's
         # hardware.
@@ -204,17 +211,23 @@ class RayEngine(base.RolloutEngine):
                 expected="a Ray session",
                 do="Call ray.init() first.",
             )
-        gpus = gpus_asked(config, int(plan.engine_args.get("tensor_parallel_size", 1)))
+        devices = () if place is None else place.devices
+        gpus = 0.0
+        if place is None:
+            gpus = gpus_asked(config, int(plan.engine_args.get("tensor_parallel_size", 1)))
         # No CPU is reserved: in colocated mode the engine and the companion share the node's cores
         # by design.
         options: dict[str, Any] = {
             "num_cpus": 0,
             "num_gpus": gpus,
-            "runtime_env": {"env_vars": process_environment(config, has_gpu=gpus > 0)},
+            "runtime_env": {
+                "env_vars": process_environment(config, has_gpu=gpus > 0 or bool(devices))
+            },
             # Ray would restart it without heads and actor; the pool restarts it with both.
             "max_restarts": 0,
             "resources": {config.resource: TOKEN} if config.resource else None,
             **(where or {}),
+            **({} if place is None else place.where),
         }
         heads = str(Path(heads_path).resolve()) if heads_path else None
         # The actor has a different working directory.
@@ -224,7 +237,9 @@ class RayEngine(base.RolloutEngine):
         self._slots = config.max_num_seqs or 1
         try:
             self.elsewhere = (
-                self._ask("starting", "start", _folder_in_store(heads), timeout=START_TIMEOUT_S)
+                self._ask(
+                    "starting", "start", _folder_in_store(heads), devices, timeout=START_TIMEOUT_S
+                )
                 != ray.get_runtime_context().get_node_id()
             )
         except MedusaError:
@@ -389,6 +404,7 @@ def make_engine(
     seed: int = 0,
     *,
     supervised: bool = False,
+    places: Sequence[SharedPlace] = (),
 ) -> base.RolloutEngine:
     """The engine that `config.backend` selects.
 
@@ -400,6 +416,8 @@ def make_engine(
     Args:
         supervised: also restart a single engine when it is lost, with its heads and actor; a pool
             always does.
+        places: other processes' places, one for each engine to share (backend `colocated`); none:
+            Ray finds places for them.
     """
     config = settled_engine(config)
     # Decided before any of them starts, so that the first does not take another's place.
@@ -408,14 +426,16 @@ def make_engine(
     def unplaced(index: int, section: EngineConfig, own_seed: int) -> base.RolloutEngine:
         """An engine placed by Ray, or a server with its own GPUs."""
         if config.backend == COLOCATED:
-            return RayEngine(model_path, heads_path, section, own_seed)
+            place = places[index] if places else None
+            return RayEngine(model_path, heads_path, section, own_seed, place=place)
         devices = servers[index] if servers else ()
         return ServerEngine(model_path, heads_path, section, own_seed, devices=devices)
 
     if config.replicas == 1 and not supervised and config.transfer == "file":
         return unplaced(0, config, seed)
     group = None
-    if config.replicas > 1 and config.backend == COLOCATED:  # Room for all engines at once.
+    # Room for all engines at once.
+    if config.replicas > 1 and config.backend == COLOCATED and not places:
         gpus = gpus_asked(config, int(config.extra.get("tensor_parallel_size", 1)))
         group = reserve([bundle(gpus, config.resource)] * config.replicas, "engines")
 

@@ -48,6 +48,7 @@ from medusa_ppo.ppo.shaping import Shaping
 from medusa_ppo.ppo.token_stats import Support, token_stats
 from medusa_ppo.ppo.trained_files import load_trained, save_trained
 from medusa_ppo.ppo.update_totals import UpdateTotals
+from medusa_ppo.runtime.processes import SharedPlace
 
 Done = TypeVar("Done")
 
@@ -74,7 +75,13 @@ class PPOLearner(ABC):
     features: FeatureStore | None = None
 
     def __init__(
-        self, critic: Critic | None, config: PPOConfig, *, seed: int = 0, autocast: bool = False
+        self,
+        critic: Critic | None,
+        config: PPOConfig,
+        *,
+        seed: int = 0,
+        autocast: bool = False,
+        turns: Turns | None = None,
     ) -> None:
         """
         Args:
@@ -82,12 +89,13 @@ class PPOLearner(ABC):
             config: hyper-parameters.
             seed: seed of the minibatch order.
             autocast: run matrix products in bfloat16; weights, optimizer and losses stay float32.
+            turns: who has memory on the devices when; None: only roles of this process do.
         """
         self.critic = critic
         self.has_critic = critic is not None
         self.config = config
         self.shaping = Shaping(config)
-        self.turns = Turns(config.placement)
+        self.turns = turns or Turns(config.placement)
         self._beside = ThreadPoolExecutor(1, "medusa-ppo-beside") if config.side_by_side else None
         self.seed = seed
         self.autocast = autocast
@@ -138,6 +146,12 @@ class PPOLearner(ABC):
         """
         self.begin_batch(sampling)
         return self.conclude(batch, self.measure(batch, sampling, tap), rewards)
+
+    def engine_places(self) -> list[SharedPlace]:
+        """Where each engine goes if it shares its devices with ranks of the actor; none: engines
+        find places of their own.
+        """
+        return []
 
     @abstractmethod
     def begin_batch(self, sampling: Sampling) -> None:

@@ -4,6 +4,9 @@ readable from top to bottom: `_serial`, `_in_turns`, `_with_long_tail`, `_ahead`
 The plugin is used only through its public hooks, in the lines that end with `# medusa`. Without
 them (or with a NoPlugin) the loop is plain PPO, and the same rollouts give bit-identical actor
 weights.
+
+Hooks that get rollouts or a new actor read the actor's tables, also where it waits on the host:
+`turns.aside`.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.figures import counter_figures, lag_figures, rollout_figures
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
+from medusa_ppo.engines.colocated import DEEP_SLEEP
 from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo.batch import PPOBatch, text_batch
 from medusa_ppo.ppo.comparison import compare  # medusa
@@ -132,7 +136,7 @@ class PPOLoop:
             self.trackers.log(values)
             self.progress.step_finished(values)
             if config.ppo.checkpoint_every and (step + 1) % config.ppo.checkpoint_every == 0:
-                with self.progress.phase(phases.SAVE, step):
+                with self.progress.phase(phases.SAVE, step), self._reading_roles():
                     if config.companion.wait:  # medusa
                         self.plugin.save(config.run_dir / COMPANION_FOLDER)  # medusa
                     try_save(config.run_dir, self.learner, self.position, config, self.remembered())
@@ -160,7 +164,8 @@ class PPOLoop:
             self.plugin.before_generation()  # medusa
             tapped = self.tap is not None
             rollouts, written = self.maker.write(*self._asked(step), tapped=tapped)
-            self.plugin.rollout_ready(rollouts)  # medusa
+            with self.turns.aside(ACTOR):  # medusa
+                self.plugin.rollout_ready(rollouts)  # medusa
         values = self._keep(step, rollouts, written)
         batch, scores = self._score(step, rollouts, values)
         self._update(step, rollouts, batch, scores, values)
@@ -173,22 +178,23 @@ class PPOLoop:
     def _in_turns(self, step: int) -> Metrics:
         """Like `_serial`, but the engine sleeps from its rollouts to the sync (engine.sleep_level),
         and the models take turns on its device meanwhile (ppo.placement=shared). With
-        ppo.piece_prompts they start taking turns while the engine still writes.
+        ppo.piece_prompts they start taking turns while the engine still writes. It wakes up when
+        the actor's new weights are in a file, and the actor has left.
         """
         with self._generating(step):
             self.turns.clear()
             self.plugin.before_generation()  # medusa
             tapped = self.tap is not None
             rollouts, written = self.maker.write(*self._asked(step), tapped=tapped)
-            self.plugin.rollout_ready(rollouts)  # medusa
+            with self.turns.aside(ACTOR):  # medusa
+                self.plugin.rollout_ready(rollouts)  # medusa
             self.turns.sleep(self.engine, self.config.engine.sleep_level)
         values = self._keep(step, rollouts, written)
         batch, scores = self._score(step, rollouts, values)
         self._update(step, rollouts, batch, scores, values)
         with self._syncing(step, values) as version, self.turns.aside(ACTOR):
             self.plugin.policy_updated(self.learner.actor, version)  # medusa
-            self.turns.wake(self.engine, self.config.engine.sleep_level)
-            self.sync(self.learner.actor, version)
+            self.sync(self.learner.actor, version, self._wake)
         self._evaluate_if_due(step, values)
         return self._report(values, self.maker.figures())
 
@@ -201,15 +207,15 @@ class PPOLoop:
             self.turns.clear()
             self.plugin.before_generation()  # medusa
             rollouts, written = self.maker.write_with_carried(*self._asked(step))
-            self.plugin.rollout_ready(rollouts)  # medusa
+            with self.turns.aside(ACTOR):  # medusa
+                self.plugin.rollout_ready(rollouts)  # medusa
             self.turns.sleep(self.engine, self.config.engine.sleep_level)
         values = self._keep(step, rollouts, written)
         batch, scores = self._score(step, rollouts, values)
         self._update(step, rollouts, batch, scores, values)
         with self._syncing(step, values) as version, self.turns.aside(ACTOR):
             self.plugin.policy_updated(self.learner.actor, version)  # medusa
-            self.turns.wake(self.engine, self.config.engine.sleep_level)
-            self.sync(self.learner.actor, version)
+            self.sync(self.learner.actor, version, self._wake)
         self._evaluate_if_due(step, values)
         return self._report(values, self.maker.figures())
 
@@ -222,7 +228,8 @@ class PPOLoop:
                 self.begun = step
             self._begin_up_to(step, step)
             rollouts, written = self.maker.take(step)
-            self.plugin.rollout_ready(rollouts)  # medusa
+            with self.turns.aside(ACTOR):  # medusa
+                self.plugin.rollout_ready(rollouts)  # medusa
             self._begin_up_to(step + self.config.ppo.steps_ahead, step)
         values = self._keep(step, rollouts, written)
         batch, scores = self._score(step, rollouts, values)
@@ -318,6 +325,27 @@ class PPOLoop:
             yield self.position.policy_version + 1
         values[names.SYNC_S] = seconds()
 
+    def _wake(self) -> None:
+        """Wake the engine, if it sleeps in each step."""
+        self.turns.wake(self.engine, self.config.engine.sleep_level)
+
+    @contextlib.contextmanager
+    def _reading_roles(self) -> Iterator[None]:
+        """Context in which roles are read after the sync: the engine sleeps again if they can only
+        be read on its device.
+        """
+        level = self.config.engine.sleep_level
+        if not self.turns.read_on_device:
+            yield
+            return
+        self.turns.sleep(self.engine, level)
+        yield
+        if level == DEEP_SLEEP:  # It has lost the actor.
+            with self.turns.aside(ACTOR):
+                self.sync(self.learner.actor, self.engine.policy_version, self._wake)
+        else:
+            self._wake()
+
     def _evaluate_if_due(self, step: int, values: Metrics) -> None:
         """In some steps the new actor answers evaluation prompts; the best actor so far is kept."""
         if self.evaluation is not None and (step + 1) % (self.config.ppo.eval_every or 1) == 0:
@@ -356,13 +384,14 @@ class PPOLoop:
         with self.progress.phase(phases.EVALUATE, step) as evaluate_s:
             sampling = replace(sampling_of(self.config, 0), responses_per_prompt=1)
             found = self.engine.generate([p.token_ids for p in prompts.prompts], sampling)
-            means = self._reward_metrics(self._rewards(found, prompts.prompts))
-            values = {names.EVAL_REWARD: means[names.REWARD_MEAN]}
-            if names.CORRECT_FRAC in means:
-                values[names.EVAL_CORRECT] = means[names.CORRECT_FRAC]
-            keep_best(
-                self.config.run_dir, {names.STEP: step, **values}, self.learner, self.tokenizer
-            )
+            with self._reading_roles():
+                means = self._reward_metrics(self._rewards(found, prompts.prompts))
+                values = {names.EVAL_REWARD: means[names.REWARD_MEAN]}
+                if names.CORRECT_FRAC in means:
+                    values[names.EVAL_CORRECT] = means[names.CORRECT_FRAC]
+                keep_best(
+                    self.config.run_dir, {names.STEP: step, **values}, self.learner, self.tokenizer
+                )
         return {**values, names.EVALUATE_S: evaluate_s()}
 
     def _alarm(self, gap: float) -> None:

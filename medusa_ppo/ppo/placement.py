@@ -6,10 +6,11 @@ devices.
                               memory of the critic's weights while it scores
     ppo.placement=in_turn     actor, reference, critic, reward: one at a time; engines have devices
                               of their own
-    ppo.placement=shared      engine | actor, reference, critic, reward: one at a time | engine
-                              the engine sleeps while a role computes, and the roles wait in host
-                              memory while it generates; with ppo.piece_prompts one role at a time,
-                              with its weights alone, computes its passes while the engine is awake
+    ppo.placement=shared      engines | actor, reference, critic, reward: one at a time | engines
+                              the engines sleep while a role computes, and the roles wait in host
+                              memory while they generate; with ppo.piece_prompts one role at a
+                              time, with its weights alone, computes its passes while they are
+                              awake
 
 A role that leaves is copied to its own host buffers (except what hasn't changed since the last
 copy), and its tensors become empty: using them fails, and their device memory is free. The next
@@ -277,7 +278,11 @@ class Turns:
 
     Attributes:
         shared: all roles leave the device between their turns.
+        read_on_device: roles that wait on the host have to come onto the engines' devices to be
+            read, so the engines have to sleep meanwhile.
     """
+
+    read_on_device = False
 
     def __init__(self, placement: str = SEPARATE) -> None:
         self._placement = placement
@@ -310,6 +315,10 @@ class Turns:
     def engine_started(self, count: int) -> None:
         """Add an engine with this many bytes while it is awake."""
         self._engine_bytes = count
+        self.engine_has(count)
+
+    def engine_has(self, count: int) -> None:
+        """Note that the engine has this many bytes from now on."""
         self.ledger.report(ENGINE, count)
 
     def report(self, role: str) -> None:
@@ -346,10 +355,12 @@ class Turns:
     @contextlib.contextmanager
     def aside(self, *roles: str) -> Iterator[None]:
         """In this block roles are read and none computes. If roles take turns, the device is empty,
-        and they are read from the host.
+        and they are read from the host; other threads wait for their turn.
         """
-        self.clear()
         with contextlib.ExitStack() as stack:
+            if self.shared:
+                stack.enter_context(self._turn)
+            self.clear()
             for role in roles:
                 if role in self._roles:
                     stack.enter_context(self._roles[role].read())
@@ -369,15 +380,16 @@ class Turns:
             began = time.perf_counter()
             engine.sleep(level)
             self._wake_s += time.perf_counter() - began
-            self.ledger.report(ENGINE, 0)
+            self.engine_has(0)
 
     def wake(self, engine: Any, level: int | None) -> None:
-        """Wake the engine if `sleep` put it to sleep."""
+        """Wake the engine if `sleep` put it to sleep; roles leave first, if they take turns."""
         if level:
+            self.clear()
             began = time.perf_counter()
             engine.wake()
             self._wake_s += time.perf_counter() - began
-            self.ledger.report(ENGINE, self._engine_bytes)
+            self.engine_has(self._engine_bytes)
 
     def take(self) -> dict[str, Any]:
         """The step's figures; none if the actor is not in this process."""
@@ -416,8 +428,8 @@ class Turns:
         if self._placement != SHARED:
             need += engine
         elif engine:
-            passes = max(resident.weight_bytes() for resident in self._roles.values())
-            need = max(need, engine + passes)
+            weights = [resident.weight_bytes() for resident in self._roles.values()]
+            need = max(need, engine + max(weights, default=0))
         if need <= room:
             return
         parts = ", ".join(

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ray
 from transformers import AutoConfig
 
 from heads.errors import ConfigError, ModelError
 from medusa_ppo.actors.megatron_layout import LlamaSizes
-from medusa_ppo.config.ppo_section import SWAPPED
+from medusa_ppo.config.ppo_section import IN_TURN, SHARED, SWAPPED
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.demo.pretraining import RECIPES
 from medusa_ppo.engines.launch import read_model_config
-from medusa_ppo.ppo.placement import ACTOR, CRITIC, REWARD
+from medusa_ppo.ppo.placement import ACTOR, CRITIC, ENGINE, GIB, REWARD
+from medusa_ppo.ppo.role_memory import LOOP, RANK, model_config, role_memory
+from medusa_ppo.runtime.hardware import ModelSizes, find_hardware, settled
 
 SHAPES = (
     "model_type",
@@ -34,7 +39,8 @@ def check_roles(config: RunConfig) -> None:
 
     Raises:
         ModelError, ConfigError: one can't; see `rank_sizes`. Also if a model knows fewer tokens
-            than the actor, or its sizes do not suit ppo.placement=swapped.
+            than the actor, its sizes do not suit ppo.placement=swapped, or a process's roles do
+            not fit on its GPU.
     """
     path = config.model.path
     critic = config.model.critic_path or path
@@ -43,8 +49,63 @@ def check_roles(config: RunConfig) -> None:
         rank_sizes(config, path, critic)
     if config.model.critic_path and known and critic not in RECIPES:
         _check_critic(path, critic)
+    gpu_bytes = find_hardware().gpu_bytes
+    check_room(config, LOOP, gpu_bytes)
+    if not os.environ.get("RAY_ADDRESS") and not ray.is_initialized():
+        # On a cluster the ranks may have other GPUs; they look themselves, before they load.
+        check_room(config, RANK, gpu_bytes)
     if config.ppo.placement == SWAPPED and critic not in RECIPES:
         _check_swap(config, critic, config.ppo.reward)
+
+
+def check_room(config: RunConfig, where: str, gpu_bytes: int) -> None:
+    """Check, before anything is loaded, that the roles of a process fit on its GPU in each part of
+    a step, and beside an awake engine if ppo.piece_prompts makes them share the GPU with one.
+    Nothing is checked if a model's sizes can't be known, and activations are not counted.
+
+    Args:
+        where: `role_memory.LOOP` or `RANK`.
+        gpu_bytes: memory of its GPU; 0: it has none, or it is unknown.
+
+    Raises:
+        ConfigError: they don't fit.
+    """
+    if not gpu_bytes:
+        return
+    try:
+        sizes = ModelSizes.from_config(model_config(config.model.path))
+        processes = role_memory(config, sizes)
+    except ModelError:
+        return
+    engine = 0
+    if config.ppo.placement == SHARED:
+        engine = round(gpu_bytes * (settled(config).engine.memory_fraction or 0))
+    for memory in processes:
+        if memory.where != where:
+            continue
+        for what, found in replace(memory, engine=engine).parts:
+            if sum(found.values()) > gpu_bytes:
+                raise _no_room(config, where, what, found, gpu_bytes)
+
+
+def _no_room(
+    config: RunConfig, where: str, what: str, found: dict[str, int], gpu_bytes: int
+) -> ConfigError:
+    parts = ", ".join(f"{role} {count / GIB:.2f}" for role, count in found.items())
+    do = "Set ppo.placement=in_turn or shared, or shard the actor over more ranks."
+    if config.ppo.placement in (IN_TURN, SHARED):
+        do = "Shard the actor over more ranks (actor.backend=megatron), or use smaller models."
+    if ENGINE in found:
+        do = "Lower engine.memory_fraction, or set ppo.piece_prompts=null."
+    return ConfigError(
+        f"The roles don't fit on the GPU of {where}.",
+        given=(
+            f"ppo.placement={config.ppo.placement}, {what}: {parts} GiB,"
+            f" {sum(found.values()) / GIB:.2f} at once"
+        ),
+        expected=f"at most {gpu_bytes / GIB:.2f} GiB, and room for the activations of passes",
+        do=do,
+    )
 
 
 def rank_sizes(config: RunConfig, path: str, critic_path: str) -> dict[str, LlamaSizes]:

@@ -6,6 +6,7 @@ and the actor is only read.
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import Any
 
@@ -59,9 +60,9 @@ def warm_up(config: RunConfig, parts: Parts, progress: ProgressSink, position: R
         tap: Any = parts.plugin.tap
         parts.learner.read(batch, rollouts.sampling, tap)
         if level:
+            wake = functools.partial(turns.wake, parts.engine, level)
             with turns.aside(ACTOR):
-                turns.wake(parts.engine, level)
-                parts.sync(parts.learner.actor, position.policy_version)
+                parts.sync(parts.learner.actor, position.policy_version, wake)
 
     with progress.phase(phases.WARM_UP):
         turns.clear()

@@ -5,6 +5,7 @@ started is always closed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -101,7 +102,7 @@ class RunSession:
         """
         config = self._config
         check_trackers(config.report.trackers)
-        gpu_places(config.engine, visible_gpus())
+        gpu_places(config.engine, visible_gpus(), shared=config.ppo.placement == SHARED)
         torch.set_num_threads(config.ppo.threads or 1)
         warmed_up = False
         if resume and run_state.only_warmed_up(config.run_dir):
@@ -144,12 +145,15 @@ class RunSession:
         trackers = start_trackers(config, position.next_step)
         self._stack.callback(trackers.close)
         with learner.turns.aside(ACTOR):
-            engine, plugin = self._start_engine(actor_path, heads_path, actor, resume)
+            engine, plugin = self._start_engine(actor_path, heads_path, learner, resume)
             learner.turns.engine_started(self._engine_bytes(actor_path, actor))
         sync = self._stack.enter_context(ActorSync(engine, config.engine.dtype or "auto"))
         if position.policy_version:
+            level = config.engine.sleep_level if learner.turns.read_on_device else None
+            learner.turns.sleep(engine, level)
             with learner.turns.aside(ACTOR):
-                sync(actor, position.policy_version)
+                wake = functools.partial(learner.turns.wake, engine, level)
+                sync(actor, position.policy_version, wake)
         remembered = self._remember(engine, tokenizer, actor_path, resume)
         prompts, evaluation, texts = streams
         parts = Parts(
@@ -196,12 +200,12 @@ class RunSession:
             turns.add(REWARD, reward.model)
         if torch.cuda.is_available():
             room = torch.cuda.get_device_properties(0).total_memory
-            beside = (
-                torch.cuda.device_count() == 1
-                and config.replicas == 1
-                and not config.addresses
-                and (ppo.placement != SHARED or ppo.piece_prompts is not None)
-            )
+            if ppo.placement == SHARED:
+                beside = ppo.piece_prompts is not None
+            else:
+                beside = (
+                    torch.cuda.device_count() == 1 and config.replicas == 1 and not config.addresses
+                )
             turns.check_room(room, round(room * (config.memory_fraction or 0)) if beside else 0)
         else:
             turns.check_room(turns.free_memory())
@@ -216,6 +220,7 @@ class RunSession:
         if torch.cuda.is_available():
             return round(
                 config.replicas
+                * config.ranks
                 * (config.memory_fraction or 0)
                 * torch.cuda.get_device_properties(0).total_memory
             )
@@ -319,7 +324,8 @@ class RunSession:
             return
         config = self._config
         visible = visible_gpus()
-        offered = gpu_places(config.engine, visible).ray if visible else None
+        shared = config.ppo.placement == SHARED
+        offered = gpu_places(config.engine, visible, shared=shared).ray if visible else None
         with self._progress.phase(phases.RAY):
             self._stack.enter_context(
                 local_ray(
@@ -334,6 +340,8 @@ class RunSession:
     def save(self, parts: Parts, position: RunPosition) -> None:
         """Save the trained actor, the heads and the last checkpoint."""
         config = self._config
+        if parts.learner.turns.read_on_device:  # Nobody asks the engine any more.
+            parts.learner.turns.sleep(parts.engine, config.engine.sleep_level)
         with self._progress.phase(phases.SAVE):
             if config.ppo.checkpoint_every:
                 if config.companion.wait:
@@ -439,12 +447,17 @@ class RunSession:
         return str(MedusaPlugin.prepare_heads(self._config, actor, folder.path / "heads"))
 
     def _start_engine(
-        self, actor_path: str, heads_path: str, actor: Actor, resume: bool
+        self, actor_path: str, heads_path: str, learner: PPOLearner, resume: bool
     ) -> tuple[RolloutEngine, AnyPlugin]:
         config = self._config
         with self._progress.phase(phases.ENGINE):
             engine = make_engine(
-                actor_path, heads_path, config.engine, config.seed, supervised=True
+                actor_path,
+                heads_path,
+                config.engine,
+                config.seed,
+                supervised=True,
+                places=learner.engine_places(),
             )
             self._stack.callback(engine.close)
             if engine.note:
@@ -453,7 +466,7 @@ class RunSession:
                 return engine, NoPlugin()
             resume_from = run_state.companion_state(config.run_dir) if resume else ""
             plugin = MedusaPlugin.start(
-                config, actor, engine, config.run_dir, resume_from=resume_from
+                config, learner.actor, engine, config.run_dir, resume_from=resume_from
             )
             self._stack.callback(plugin.close)
             return engine, plugin

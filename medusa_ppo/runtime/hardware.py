@@ -179,15 +179,14 @@ def choices(config: RunConfig, hardware: Hardware | None = None) -> list[Choice]
         )
     known = {choice.key for choice in found}
     found += [choice for choice in _of_engine(engine, hardware) if choice.key not in known]
+    # Ranks that share their GPUs with engines have reserved them whole.
+    megatron_shares = ppo.placement == "shared" and config.actor.backend == "megatron"
     if config.companion.enabled and config.companion.num_gpus is None:
-        share = companion_gpus(hardware.gpus, config.companion.workers)
-        found.append(
-            Choice(
-                "companion.num_gpus",
-                share,
-                "a share, freed between batches" if share else "no GPU",
-            )
-        )
+        taken = config.actor.ranks if megatron_shares else 0
+        share = companion_gpus(hardware.gpus - taken, config.companion.workers)
+        none = "no GPU is left" if taken and hardware.gpus else "no GPU"
+        why = "a share, freed between batches" if share else none
+        found.append(Choice("companion.num_gpus", share, why))
     if ppo.micro_batch_size is None:
         found.append(Choice("ppo.micro_batch_size", ppo.minibatch_size, "a whole minibatch"))
     if ppo.threads is None:
@@ -300,7 +299,7 @@ def visible_gpus() -> tuple[str, ...]:
 
 
 class GpuPlaces(NamedTuple):
-    """Who on this node gets which GPUs, besides the loop, which has the first.
+    """Who on this node gets which GPUs, besides the loop, which has the first one.
 
     Attributes:
         servers: for each engine behind HTTP that is started here, one GPU per rank; empty without
@@ -312,17 +311,21 @@ class GpuPlaces(NamedTuple):
     ray: tuple[str, ...]
 
 
-def gpu_places(engine: EngineConfig, visible: tuple[str, ...]) -> GpuPlaces:
+def gpu_places(
+    engine: EngineConfig, visible: tuple[str, ...], *, shared: bool = False
+) -> GpuPlaces:
     """Places on a node with these GPUs. A single GPU is shared by all.
+
+    Args:
+        shared: engines and the update take turns on the same GPUs (ppo.placement=shared), so the
+            loop has none for itself.
 
     Raises:
         ConfigError: engines behind HTTP don't have a GPU for each of their ranks.
     """
     # Ray places colocated engines, and running servers already have their places.
     servers = engine.replicas if engine.backend == SERVER else 0
-    ranks = math.prod(
-        int(engine.extra.get(f"{kind}_parallel_size", 1)) for kind in ("tensor", "pipeline", "data")
-    )
+    ranks = engine.ranks
     if not visible:
         return GpuPlaces(((),) * servers, ())
     free = visible if len(visible) == 1 else visible[1:]
@@ -336,7 +339,7 @@ def gpu_places(engine: EngineConfig, visible: tuple[str, ...]) -> GpuPlaces:
             " servers by hand and give their addresses.",
         )
     taken = [tuple(free[i * ranks : (i + 1) * ranks]) for i in range(servers)]
-    left = visible if len(visible) == 1 else free[servers * ranks :]
+    left = visible if shared or len(visible) == 1 else free[servers * ranks :]
     return GpuPlaces(tuple(taken), tuple(left))
 
 

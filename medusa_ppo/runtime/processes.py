@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -313,6 +314,25 @@ def in_bundle(group: PlacementGroup | None, index: int) -> dict[str, Any]:
         if group is None
         else {"scheduling_strategy": PlacementGroupSchedulingStrategy(group, index)}
     )
+
+
+@dataclass(frozen=True)
+class SharedPlace:
+    """A place for a process that uses the GPUs of others. In Ray's books they have them whole, so
+    nobody else comes.
+
+    Attributes:
+        where: Ray options that put it on their node.
+        devices: their GPUs, as CUDA_VISIBLE_DEVICES names them; none on a node without GPUs.
+    """
+
+    where: dict[str, Any]
+    devices: tuple[str, ...] = ()
+
+
+def own_gpus() -> tuple[str, ...]:
+    """The GPUs that Ray gave to this actor, as CUDA_VISIBLE_DEVICES names them."""
+    return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
 
 
 def _free() -> str:

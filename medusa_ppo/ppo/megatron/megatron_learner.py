@@ -10,7 +10,7 @@ after the actor and is sharded like it. Ranks meet in collectives, so all of the
 calls in the same order, whichever thread of the loop makes them: a lock guards the code that sends
 a call to all ranks. The actor's weights come as a stream of buckets; the first rank of each stage
 sends that stage's weights. Ray pauses a stage that is more than `BUCKETS_AHEAD` buckets ahead of
-the reader.
+the reader. With ppo.placement=shared engines use the ranks' devices, in turn with them.
 
 Shape letters: B sequences, R response positions, T tokens, D hidden, V vocabulary.
 """
@@ -63,6 +63,8 @@ from medusa_ppo.ppo.critic import Critic, ValueTotals
 from medusa_ppo.ppo.learner import PPOLearner, Tap
 from medusa_ppo.ppo.megatron.megatron_rank import ActorRank
 from medusa_ppo.ppo.megatron.rank_optimizer import MOMENTS, WEIGHTS
+from medusa_ppo.ppo.megatron.rank_places import bundle_of, rank_bundles, ranks_of_engines
+from medusa_ppo.ppo.megatron.team_turns import TeamTurns
 from medusa_ppo.ppo.placement import ACTOR, CRITIC, REWARD
 from medusa_ppo.ppo.rewards import JudgedTexts, ReadReward
 from medusa_ppo.ppo.role_checks import rank_sizes
@@ -70,7 +72,14 @@ from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.ppo.scores import PolicyScores, Scores
 from medusa_ppo.ppo.update_totals import UpdateTotals
 from medusa_ppo.runtime.hardware import settled
-from medusa_ppo.runtime.processes import TOKEN, in_bundle, ray_errors, release, reserve
+from medusa_ppo.runtime.processes import (
+    TOKEN,
+    SharedPlace,
+    in_bundle,
+    ray_errors,
+    release,
+    reserve,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +111,8 @@ class RankTeam:
         """
         config = settled(config)
         section = config.actor
+        self._config = config
+        self.count = section.ranks
         sizes = rank_sizes(config, path, critic_path or path)
         self.sizes = sizes[ACTOR]
         self.critic_sizes = sizes.get(CRITIC)
@@ -114,15 +125,13 @@ class RankTeam:
         # GPU.
         gpus = bool(ray.cluster_resources().get("GPU"))
         resources = {section.resource: TOKEN} if section.resource else {}
-        # The ranks of a tensor-parallel group communicate in every layer. They share a bundle, so
-        # that Ray puts them on one node.
+        # A whole GPU, also if an engine uses it too: nobody else is to come there.
         each = {"GPU" if gpus else "CPU": 1.0 if gpus else TOKEN, **resources}
-        bundle = {name: share * section.tensor_parallel for name, share in each.items()}
         self._ranks: list[Any] = []
         self._group: PlacementGroup | None = None
         try:
             self._group = reserve(
-                [bundle] * (section.ranks // section.tensor_parallel),
+                rank_bundles(config, each),
                 "actor's ranks",
                 timeout_s=PLACE_TIMEOUT_S,
             )
@@ -142,7 +151,7 @@ class RankTeam:
                             "PYTHONWARNINGS": "ignore",
                         }
                     },
-                    **in_bundle(self._group, rank // section.tensor_parallel),
+                    **in_bundle(self._group, bundle_of(config, rank)),
                 }
                 kind: Any = ray.remote(**options)(ActorRank)
                 self._ranks.append(kind.remote(rank, path, config, with_embedding, *begun_from))
@@ -152,6 +161,18 @@ class RankTeam:
         except BaseException:
             self.close()
             raise
+
+    def engine_places(self) -> list[SharedPlace]:
+        """The places of engines that share the ranks' devices (ppo.placement=shared)."""
+        shares = ranks_of_engines(self._config)
+        gpus: list[tuple[str, ...]] = self.call("gpus") if shares else []
+        return [
+            SharedPlace(
+                in_bundle(self._group, bundle_of(self._config, share[0])),
+                tuple(gpu for rank in share for gpu in gpus[rank]),
+            )
+            for share in shares
+        ]
 
     def begin(self, method: str, *arguments: Any) -> list[Any]:
         """Call a method on all ranks; returns references to the answers. Safe from any thread."""
@@ -290,7 +311,8 @@ class MegatronLearner(PPOLearner):
             config: the run's configuration, the same that the ranks have.
             reader: reads the prompts' images, if there are any.
         """
-        super().__init__(critic, config.ppo, seed=config.seed)
+        turns = TeamTurns(config.ppo.placement, team)
+        super().__init__(critic, config.ppo, seed=config.seed, turns=turns)
         self._team = team
         self._critic_on_ranks = config.critic_on_ranks
         self.has_critic |= self._critic_on_ranks
@@ -301,6 +323,9 @@ class MegatronLearner(PPOLearner):
         self.actor = RankedActor(team, path)
         self._reader = reader
         self.device = torch.device("cpu") if critic is None else next(critic.parameters()).device
+
+    def engine_places(self) -> list[SharedPlace]:
+        return self._team.engine_places()
 
     def begin_batch(self, sampling: Sampling) -> None:
         self._team.call("begin_batch", sampling)

@@ -1,7 +1,8 @@
 """One process of a Megatron actor. It holds its part of the actor and the reference, and of the
 critic and reward model if actor.roles says so, and does its share of every PPO pass.
 
-The roles keep their memory or take turns with it (ppo.placement), like those in the loop's process.
+The roles keep their memory or take turns with it (ppo.placement), like those in the loop's process;
+with `shared` also with an engine on this rank's device, of which the loop tells it.
 
 Every rank gets the same calls in the same order, so all of them also take the same turns. Sequences
 are dealt to data-parallel replicas; the ranks of a replica run the same micro batches. The loss is
@@ -56,9 +57,12 @@ from medusa_ppo.ppo.megatron.sharded_vocabulary import ShardedVocabulary
 from medusa_ppo.ppo.optimization import learning_rate_share
 from medusa_ppo.ppo.placement import ACTOR, CRITIC, REFERENCE, REWARD, Resident, Turns
 from medusa_ppo.ppo.rewards import JudgedTexts
+from medusa_ppo.ppo.role_checks import check_room
+from medusa_ppo.ppo.role_memory import RANK
 from medusa_ppo.ppo.scores import PolicyScores, Scores
 from medusa_ppo.ppo.token_stats import TokenStats
 from medusa_ppo.ppo.update_totals import UpdateTotals
+from medusa_ppo.runtime.processes import own_gpus
 from medusa_ppo.runtime.rendezvous import Meeting, Place
 
 TIMEOUT_S = 600.0
@@ -130,6 +134,8 @@ class ActorRank:
         self._meeting = self._meeting or Meeting(place.seen_by(self._rank))
         start_parallel(self._meeting, section)
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if torch.cuda.is_available():
+            check_room(self._config, RANK, torch.cuda.get_device_properties(0).total_memory)
         sizes = LlamaSizes.read(self._path)
         ppo = self._config.ppo
         dtype = DTYPES[self._config.model.dtype or "float32"]
@@ -413,6 +419,18 @@ class ActorRank:
         with self._turns.on(REWARD):
             scores_NB = self._reward.scores(texts)
         return scores_NB if self._view.reports else None
+
+    def gpus(self) -> tuple[str, ...]:
+        """This rank's GPU, as its node names it; none on a node without GPUs."""
+        return own_gpus()
+
+    def clear(self) -> None:
+        """All roles leave the device, for an engine that is about to wake up there."""
+        self._turns.clear()
+
+    def engine_has(self, count: int) -> None:
+        """Note the bytes that an engine has on this rank's device from now on."""
+        self._turns.engine_has(count)
 
     def memory(self) -> dict[str, Any]:
         """The memory that the roles used on this rank since the last call, and what was moved."""

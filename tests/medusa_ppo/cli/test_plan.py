@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,7 +36,6 @@ from medusa_ppo.cli.plan import (
     size_text,
     turn_moves,
 )
-from medusa_ppo.cli.role_memory import RANK
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.config.run_config import build_config, load_config
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -44,6 +44,7 @@ from medusa_ppo.engines.actor_sync import actor_state
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.learner import Learner
+from medusa_ppo.ppo.role_memory import RANK
 from medusa_ppo.runtime.hardware import (
     Hardware,
     ModelSizes,
@@ -622,6 +623,66 @@ def test_a_plan_says_who_has_memory_when(folder: Path, tmp_path: Path) -> None:
     )
     process = next(p for p in planned("in_turn").processes if p.name == "actor rank")
     assert process.gpu_memory < process.memory
+
+
+@pytest.mark.parametrize("each", [1, 2])
+def test_ranks_and_engines_that_share_devices(folder: Path, each: int) -> None:
+    """Who is where, when, with how many bytes; a GPU that is shared is asked for once."""
+
+    def planned(**ppo: Any):
+        values = {
+            "model": {"path": str(folder), "dtype": "float32"},
+            "actor": {"backend": "megatron", "data_parallel": 2, "roles": "critic"},
+            "engine": {
+                "sleep_level": 1,
+                "replicas": 2 // each,
+                "extra": {"tensor_parallel_size": 2} if each == 2 else {},
+            },
+            "ppo": {"placement": "shared", **ppo},
+        }
+        return make_plan(build_config(values), Hardware(2, True, 2, "two GPUs"))
+
+    plan = planned()
+    loop, rank, engine, companion = plan.processes
+    assert (loop.gpus, rank.gpus, engine.gpus, companion.gpus) == (0, 1, each, 0)
+    assert plan.gpus == rank.count == 2 == engine.count * each
+    assert engine.where == (
+        "a Ray actor; engine 0 on the device of rank 0, engine 1 on the device of rank 1"
+        if each == 1
+        else "a Ray actor; engine 0 on the devices of rank 0 and 1"
+    )
+    assert f"{each} together" in rank.where
+    (held,) = plan.roles
+    parts = dict(held.parts)
+    assert parts["the engine writes"] == {"engine": engine.gpu_memory}
+    assert [list(found) for what, found in held.parts if what != "the engine writes"] == [
+        ["actor"],
+        ["reference"],
+        ["critic"],
+        ["actor"],
+        ["critic"],
+    ]
+    assert rank.gpu_memory > sum(parts["actor learns"].values()) > 0
+    beside = dict(planned(piece_prompts=4).roles[0].parts)
+    assert list(beside["critic scores"]) == ["critic", "engine"]
+    assert list(beside["critic learns"]) == ["critic"]
+    text = "\n".join(lines(plan))
+    assert "Who has the memory of an actor rank, when (ppo.placement=shared)" in text
+    assert "2 GPUs (shared ones counted once)" in text
+
+
+def test_a_loop_and_engines_that_share_devices(folder: Path) -> None:
+    values = {
+        "model": {"path": str(folder)},
+        "engine": {"sleep_level": 1, "replicas": 2},
+        "companion": {"enabled": False},
+        "ppo": {"placement": "shared"},
+    }
+    plan = make_plan(build_config(values), Hardware(2, True, 2, "two GPUs"))
+    loop, engine = plan.processes
+    assert "its device is an engine's too" in loop.where and engine.count == 2
+    assert plan.gpus == pytest.approx(2 * 0.8)
+    assert dict(plan.roles[0].parts)["the engine writes"] == {"engine": engine.gpu_memory}
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,13 @@ def test_an_engine_too_short_is_refused_where_our_loop_brings_the_prompts(given:
 
 
 ALONE = ["ppo.staleness=1", "ppo.importance_bound=2"]
+SHARED_RANKS = [
+    "ppo.placement=shared",
+    "engine.sleep_level=1",
+    "actor.backend=megatron",
+    "actor.tensor_parallel=2",
+    "actor.roles=critic",
+]
 
 
 @pytest.mark.parametrize(
@@ -121,6 +128,21 @@ def test_carried_over_with_one_update_nothing_is_written_ahead() -> None:
     beside = ["engine.sleep_level=1", "ppo.eval_every=2", "data.eval_split=test"]
     ppo = load_config(None, [*ALONE, "ppo.carry_after=0.5", *beside]).ppo
     assert ppo.steps_ahead == 0 and ppo.model_copy(update={"carry_after": None}).steps_ahead == 1
+
+
+@pytest.mark.parametrize(
+    "engines",
+    [
+        ["engine.replicas=2"],
+        ["engine.extra={tensor_parallel_size: 2}"],
+        ["engine.replicas=2", "ppo.piece_prompts=2"],
+        ["engine.replicas=2", "ppo.reward=a/judge", "actor.roles=all"],
+    ],
+)
+def test_ranks_share_their_devices_with_as_many_of_engines(engines: list[str]) -> None:
+    assert load_config(None, [*SHARED_RANKS, *engines]).ppo.placement == "shared"
+    plain = ["ppo.placement=shared", "engine.sleep_level=2", engines[0]]
+    assert load_config(None, plain).ppo.placement == "shared", "and the loop's with any number"
 
 
 def test_pieces_go_together_with_an_engine_that_sleeps() -> None:
@@ -359,7 +381,20 @@ def test_a_section_by_itself_keeps_its_own_rules(build: Callable[[], Section], w
         ),
         (["ppo.side_by_side=true", "ppo.placement=shared"], "can't work in parallel"),
         (["ppo.placement=shared"], "stays awake"),
-        (["ppo.placement=shared", "engine.sleep_level=1", "engine.replicas=2"], "has one device"),
+        ([*SHARED_RANKS, "engine.replicas=3"], "2 ranks and the engines have 3"),
+        (SHARED_RANKS, "2 ranks and the engines have 1"),
+        ([*SHARED_RANKS, "engine.replicas=2", "actor.roles=policy"], "critic would be"),
+        ([*SHARED_RANKS, "engine.replicas=2", "ppo.reward=a/judge"], "reward model would be"),
+        ([*SHARED_RANKS, "engine.replicas=2", "engine.resource=near"], "on the ranks' nodes"),
+        (
+            [*SHARED_RANKS, "engine.replicas=2", "engine.transfer=broadcast"],
+            "can't broadcast to each other",
+        ),
+        ([*SHARED_RANKS, "engine.replicas=2", "engine.sleep_level=null"], "stays awake"),
+        (
+            [*SHARED_RANKS, "engine.replicas=2", "ppo.staleness=1", "ppo.importance_bound=2"],
+            "it does nothing else",
+        ),
         (["engine.backend=http://127.0.0.1:1", "report.compare_pairs=1"], "on your server"),
     ],
 )

@@ -652,6 +652,35 @@ def test_heads_lost_in_a_deep_sleep_come_back_before_the_next_piece(
     assert pool.checksums()["heads"] == checksum(load_state(tmp_path / "1.0.safetensors"))
 
 
+def test_all_sleep_even_one_that_is_being_restarted(make_pool: Any) -> None:
+    """Awake, it would take memory that somebody else gets as soon as the engines sleep."""
+    pool, factory = make_pool(0.0, 0.0, 0.0)
+    asleep = list[EchoEngine]()
+    noted = EchoEngine.sleep
+
+    def die(level: int) -> None:
+        raise EngineError("The engine's process died.")
+
+    def sleep(engine: EchoEngine, level: int) -> None:
+        noted(engine, level)
+        asleep.append(engine)
+
+    factory.of(1)[0].sleep = die  # type: ignore[method-assign]
+    factory.of(2)[0].dies_at_call = 1
+    factory.gate = threading.Event()
+    pool.generate(PROMPTS, SAMPLING)
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as thread:
+        patch.setattr(EchoEngine, "sleep", sleep)
+        call = thread.submit(pool.sleep, 1)
+        time.sleep(0.2)
+        assert not call.done(), "two are starting"
+        factory.gate.set()
+        call.result(10)
+    assert pool.restarts == 2 and len(asleep) == 3
+    assert {engine.index for engine in asleep} == {0, 1, 2}
+    assert set(asleep) == {factory.of(index)[-1] for index in range(3)}
+
+
 def test_a_failed_start_ends_the_others() -> None:
     factory = Factory(0.0, 0.0)
     factory.fails = {1}

@@ -45,6 +45,30 @@ def test_the_engine_gets_the_weights_and_the_version(tiny_actor, sampling_engine
     assert engine.policy_version == 7
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_engine_wakes_when_the_file_is_there(
+    tiny_actor, sampling_engine, monkeypatch: pytest.MonkeyPatch, streams: bool
+):
+    """The actor may have been on its device until then. A broadcast needs both at once."""
+    events = []
+    engine = sampling_engine(tiny_actor())
+    with ActorSync(engine) as sync:
+        file = sync._folder.path / "actor.safetensors"
+        monkeypatch.setattr(engine, "streams", streams, raising=False)
+
+        def take(given, version, checked=None):
+            events.append("taken")
+            if given != str(file):
+                raise SwapError("not as a stream")
+
+        monkeypatch.setattr(engine, "stream_actor", take, raising=False)
+        monkeypatch.setattr(engine, "sync_actor", take)
+        sync(tiny_actor(), 1, lambda: events.append(f"woken, file {file.is_file()}"))
+    assert events == (
+        ["woken, file False", "taken", "taken"] if streams else ["woken, file True", "taken"]
+    )
+
+
 def test_a_failing_engine_leaves_no_file(
     tiny_actor, sampling_engine, monkeypatch: pytest.MonkeyPatch
 ):

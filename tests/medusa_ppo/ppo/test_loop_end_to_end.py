@@ -38,6 +38,10 @@ WAYS = {
     "ahead": {"ppo": {"staleness": 2, "importance_bound": 2.0}},
     "carried": {"ppo": {"staleness": 1, "importance_bound": 2.0, "carry_after": 0.6}},
     "shared": {"ppo": {"placement": "shared"}, "engine": {"sleep_level": 1}},
+    "shared by two": {
+        "ppo": {"placement": "shared"},
+        "engine": {"sleep_level": 2, "replicas": 2, "max_num_seqs": 8},
+    },
 }
 
 
@@ -219,14 +223,13 @@ def test_each_way_through_a_step_on_a_real_engine(
         assert all(len(s[names.SPANS]["actor"]) == 4 for s in steps)
     roles = steps[-1][names.LEDGER_ROLES]
     assert set(roles) == {"engine", "actor", "reference", "critic"}
+    shared = way.startswith("shared")
     at_once = (
-        max(roles.values())
-        if way == "shared"
-        else roles["engine"] + roles["actor"] + roles["reference"]
+        max(roles.values()) if shared else roles["engine"] + roles["actor"] + roles["reference"]
     )
     assert (
         steps[-1][names.LEDGER_PEAK] == pytest.approx(at_once)
-        if way == "shared"
+        if shared
         else steps[-1][names.LEDGER_PEAK] > at_once
     )
     check_results(config, chain_actor)

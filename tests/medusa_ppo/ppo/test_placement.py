@@ -13,7 +13,9 @@ import torch
 from heads.errors import ConfigError
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import Rollouts
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
+from medusa_ppo.plugin.no_plugin import NoPlugin
 from medusa_ppo.ppo.generation import Prompt, PromptStream
 from medusa_ppo.ppo.placement import ACTOR, CRITIC, ENGINE, REFERENCE, REWARD, UNFREED, Turns
 from medusa_ppo.ppo.rewards import ModelReward
@@ -176,6 +178,38 @@ def test_pieces_come_beside_an_engine_that_is_awake_and_change_no_bit(
     assert peak == pytest.approx(4 * actor, rel=0.02) and weights
 
 
+class ReadsTables(NoPlugin):
+    """Compares the actor's table with the engine's when rollouts are ready, as a companion reads
+    it.
+    """
+
+    def __init__(self, engine: SamplingEngine) -> None:
+        self.engine = engine
+        self.read = 0
+
+    def rollout_ready(self, rollouts: Rollouts) -> None:
+        assert torch.equal(self.actor.lm_head.weight, self.engine.actor.lm_head.weight)
+        self.read += 1
+
+
+@pytest.mark.parametrize(
+    ("placement", "level", "piece_prompts"),
+    [("shared", 1, None), ("shared", 1, 1), ("in_turn", None, None), ("in_turn", None, 1)],
+)
+def test_a_plugin_can_read_the_actors_tables_when_rollouts_are_ready(
+    tmp_path: Path, tiny_actor, placement: str, level: int | None, piece_prompts: int | None
+):
+    """The actor waits on the host then, and with pieces it may be at work."""
+    config = placed(tmp_path, placement, piece_prompts=piece_prompts, micro_batch_size=4, steps=3)
+    engine = config.engine.model_copy(update={"sleep_level": level})
+    config = config.model_copy(update={"engine": engine})
+    engine_class = telling(SamplingEngine, in_any_order(0)) if piece_prompts else SamplingEngine
+    scene = scene_of(config, tiny_actor(), engine_class, plugin_of=ReadsTables)
+    scene.parts.plugin.actor = scene.learner.actor
+    scene.run()
+    assert scene.parts.plugin.read == 3
+
+
 def test_what_an_engine_leaves_to_passes_is_looked_at_before_it_starts():
     turns = Turns("shared")
     first = linear(0)
@@ -185,6 +219,11 @@ def test_what_an_engine_leaves_to_passes_is_looked_at_before_it_starts():
     turns.check_room(4 * weights, 3 * weights)
     with pytest.raises(ConfigError, match="memory_fraction"):
         turns.check_room(4 * weights, 4 * weights)
+
+
+def test_a_process_without_roles_has_room() -> None:
+    """Its ranks have them all, and look for themselves."""
+    Turns("shared").check_room(GIB, GIB // 2)
 
 
 def modules(scene: LoopScene) -> dict[str, torch.nn.Module]:
@@ -344,14 +383,14 @@ def test_roles_without_room_are_refused(placement: str, given: str):
     "more",
     [
         {"engine": {"sleep_level": None}},
-        {"engine": {"sleep_level": 1, "replicas": 2}},
-        {"engine": {"sleep_level": 1, "extra": {"tensor_parallel_size": 2}}},
         {"engine": {"sleep_level": 1, "transfer": "broadcast"}},
         {"engine": {"sleep_level": 1}, "actor": {"backend": "megatron"}},
+        {"engine": {"sleep_level": 1, "replicas": 2}, "actor": {"backend": "megatron"}},
         {"engine": {"sleep_level": 1}, "report": {"compare_pairs": 2}},
     ],
 )
 def test_placements_that_do_not_fit_the_devices_are_refused(more: dict):
     with pytest.raises(ConfigError, match=r"ppo\.placement"):
         build_config({"ppo": {"placement": "shared"}, **more})
-    build_config({"ppo": {"placement": "shared"}, "engine": {"sleep_level": 1}})
+    for several in ({}, {"replicas": 2}, {"extra": {"tensor_parallel_size": 2}}):
+        build_config({"ppo": {"placement": "shared"}, "engine": {"sleep_level": 1, **several}})

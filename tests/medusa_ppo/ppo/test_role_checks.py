@@ -13,9 +13,12 @@ import pytest
 
 from heads.errors import ConfigError, MedusaError, ModelError
 from medusa_ppo.config.run_config import RunConfig, build_config
-from medusa_ppo.ppo import session
-from medusa_ppo.ppo.role_checks import check_roles
+from medusa_ppo.ppo import role_checks, session
+from medusa_ppo.ppo.placement import GIB
+from medusa_ppo.ppo.role_checks import check_roles, check_room
+from medusa_ppo.ppo.role_memory import LOOP, RANK
 from medusa_ppo.ppo.run_progress import ProgressSink
+from medusa_ppo.runtime.hardware import Hardware
 
 LLAMA = {
     "model_type": "llama",
@@ -229,8 +232,12 @@ def test_a_reward_model_that_does_not_fit_the_critics_memory(
             "in the loop's process",
         ),
         (
-            {"actor": {"backend": "megatron"}, "ppo": {"placement": "shared"}},
-            "other devices than the engine",
+            {
+                "actor": {"backend": "megatron", "data_parallel": 2, "roles": "critic"},
+                "engine": {"sleep_level": 1},
+                "ppo": {"placement": "shared"},
+            },
+            "each rank shares its device with one of theirs",
         ),
         ({"ppo": {"placement": "swapped"}}, "reward model and a critic"),
         (
@@ -248,3 +255,74 @@ def test_keys_that_exclude_each_other(values: dict[str, Any], words: str) -> Non
     with pytest.raises(ConfigError, match=words) as told:
         build_config({"sampling": {"responses_per_prompt": 2}} | values)
     assert told.value.given and told.value.expected and told.value.do
+
+
+LARGE = LLAMA | {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+"""8.0 billion parameters: 32 GB of float32 weights, and four times as much to learn."""
+
+
+@pytest.mark.parametrize("backend", ["transformers", "megatron"])
+@pytest.mark.parametrize("placement", ["separate", "in_turn", "shared"])
+def test_roles_that_do_not_fit_are_refused_before_they_are_loaded(
+    folder: Folders, monkeypatch: pytest.MonkeyPatch, backend: str, placement: str
+) -> None:
+    """The GPU is made up: no test machine has one."""
+    found = Hardware(8, True, 4, "made up", 80 * GIB)
+    monkeypatch.setattr(role_checks, "find_hardware", lambda: found)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    ranks = {"backend": "megatron", "tensor_parallel": 2, "data_parallel": 2, "roles": "critic"}
+    config = build_config(
+        {
+            "model": {"path": folder("actor", LARGE), "dtype": "bfloat16"},
+            "actor": ranks if backend == "megatron" else {},
+            "engine": {"sleep_level": 1, "replicas": 4},
+            "ppo": {"placement": placement},
+        }
+    )
+    if backend == "megatron" and placement != "separate":
+        check_roles(config)  # 9 bytes a parameter on each rank of two.
+        return
+    text, given, expected, do = refused(config, ConfigError)
+    where = "an actor rank" if backend == "megatron" else "the PPO loop"
+    assert f"don't fit on the GPU of {where}" in text
+    assert f"ppo.placement={placement}" in given and "actor" in given and "at once" in given
+    assert expected.startswith("at most 80.00 GiB")
+    assert ("in_turn or shared" in do) == (placement == "separate")
+
+
+def test_pieces_beside_an_engine_that_shares_the_device_need_room_for_both(
+    folder: Folders,
+) -> None:
+    """Weights of 14.96 GiB, half of them on each rank, beside 0.8 or 0.95 of 80 GiB."""
+
+    def run(fraction: float, piece_prompts: int | None) -> RunConfig:
+        return build_config(
+            {
+                "model": {"path": path, "dtype": "bfloat16"},
+                "actor": {
+                    "backend": "megatron",
+                    "tensor_parallel": 2,
+                    "data_parallel": 2,
+                    "distributed_optimizer": True,
+                    "roles": "critic",
+                },
+                "engine": {"sleep_level": 1, "replicas": 4, "memory_fraction": fraction},
+                "ppo": {"placement": "shared", "piece_prompts": piece_prompts},
+            }
+        )
+
+    path = folder("actor", LARGE)
+    for fraction, pieces in ((0.8, None), (0.95, None), (0.8, 4)):
+        check_room(run(fraction, pieces), RANK, 80 * GIB)
+    with pytest.raises(ConfigError, match="actor rank") as told:
+        check_room(run(0.95, 4), RANK, 80 * GIB)
+    assert "engine 76.00" in str(told.value.given) and "piece_prompts=null" in str(told.value.do)
+    check_room(run(0.95, 4), RANK, 0)  # Nothing is known of it.
+    check_room(run(0.95, 4), LOOP, GIB)  # It holds no role.

@@ -323,9 +323,9 @@ class Snapshots(LoopScene):
         self.learner.update = learn
         self.parts.sync = self
 
-    def __call__(self, actor: Any, version: int) -> None:
+    def __call__(self, actor: Any, version: int, *wake: Any) -> None:
         """In the place of the loop's sync."""
-        self.sync(actor, version)
+        self.sync(actor, version, *wake)
         self.versions[version] = self.snapshot()
 
     def snapshot(self) -> dict:

@@ -64,7 +64,8 @@ def actor_folder(tmp_path_factory: pytest.TempPathFactory, tiny_actor) -> Path:
 def scene(monkeypatch: pytest.MonkeyPatch, sampling_engine) -> SessionScene:
     scene = SessionScene()
 
-    def make_engine(model_path, heads_path, config, seed, supervised):
+    def make_engine(model_path, heads_path, config, seed, supervised, places):
+        assert not places, "no ranks, whose devices it could share"
         assert supervised, "a run survives the loss of its engine"
         scene.events.append("engine up")
         assert not heads_path, "no drafting and no companion: no heads"

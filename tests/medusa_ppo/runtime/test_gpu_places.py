@@ -40,6 +40,12 @@ def test_places(given: dict[str, Any], visible: tuple[str, ...], expected: GpuPl
     assert gpu_places(EngineConfig(**given), visible) == expected
 
 
+@pytest.mark.parametrize("visible", [(), ("3",), EIGHT])
+def test_whoever_takes_turns_with_engines_leaves_them_all_gpus(visible: tuple[str, ...]) -> None:
+    section = EngineConfig(replicas=8, sleep_level=1)
+    assert gpu_places(section, visible, shared=True) == GpuPlaces((), visible)
+
+
 @pytest.mark.parametrize(("replicas", "visible"), [(8, EIGHT), (2, ("0",)), (2, ("4", "5"))])
 def test_servers_without_a_gpu_each_are_refused(replicas: int, visible: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match="don't have a GPU each") as refused:

@@ -40,10 +40,11 @@ class Letters(Numbers):
 class Ranks:
     """Two tensor-parallel ranks with all four roles in turn, and the state that they begin with."""
 
-    def __init__(self, folder: Path, actor: Any) -> None:
+    def __init__(self, folder: Path, actor: Any, placement: str) -> None:
         from medusa_ppo.ppo.megatron.megatron_learner import MegatronLearner, RankedReward, RankTeam
 
         self.actor = actor
+        self.placement = placement
         self.path = str(folder / "actor")
         self.judge = str(folder / "judge")
         actor.save_pretrained(self.path)
@@ -66,13 +67,14 @@ class Ranks:
                     "tensor_parallel": 2,
                     "roles": "all",
                 },
-                "engine": {"sleep_level": 1},
+                # As many as ranks, for `shared`; the tests have one that stands for both.
+                "engine": {"sleep_level": 1, "replicas": 2},
                 "sampling": {"max_new_tokens": 6, "responses_per_prompt": 2, "seeded": True},
                 "ppo": {
                     "steps": STEPS,
                     "prompts_per_step": PROMPTS,
                     "piece_prompts": piece_prompts,
-                    "placement": "in_turn",
+                    "placement": self.placement,
                     "reward": self.judge,
                     "minibatch_size": 4,
                     "micro_batch_size": 1,
@@ -112,8 +114,9 @@ class Ranks:
         return steps, flat, recorder.batches, scene
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=["in_turn", "shared"])
 def ranks(
+    request: pytest.FixtureRequest,
     shim_in_reach: None,
     ray_session: None,
     tmp_path_factory: pytest.TempPathFactory,
@@ -122,7 +125,7 @@ def ranks(
 ) -> Iterator[Ranks]:
     folder = tmp_path_factory.mktemp("ranks")
     save_judge(folder / "judge", hidden=32)
-    found = Ranks(folder, tiny_actor())
+    found = Ranks(folder, tiny_actor(), request.param)
     yield found
     found.team.close()
 

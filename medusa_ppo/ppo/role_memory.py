@@ -6,7 +6,7 @@ bfloat16. Not counted: the activations of passes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from heads.errors import ModelError
@@ -17,9 +17,11 @@ from medusa_ppo.engines.launch import read_model_config
 from medusa_ppo.runtime.hardware import BFLOAT16, FLOAT32, ModelSizes
 
 ACTOR, REFERENCE, CRITIC, REWARD = "actor", "reference", "critic", "reward model"
+ENGINE = "engine"
 LOOP, RANK = "the PPO loop", "an actor rank"
+WRITES = "the engine writes"
 PARTS = (
-    ("the engine writes", "", False),
+    (WRITES, "", False),
     ("actor scores", ACTOR, False),
     ("reference scores", REFERENCE, False),
     ("critic scores", CRITIC, False),
@@ -55,6 +57,9 @@ class RoleMemory:
         buffered: gradients have memory all the time, not only while they are computed.
         steps_on_copies: weights have 16 bits, and the optimizer works on float32 copies; the copies
             are a third of `kept`.
+        engine: bytes of an engine that shares the process's device, while it is awake
+            (ppo.placement=shared).
+        pieces: roles score while that engine writes.
     """
 
     where: str
@@ -62,12 +67,21 @@ class RoleMemory:
     roles: tuple[RoleBytes, ...]
     buffered: bool = False
     steps_on_copies: bool = False
+    engine: int = 0
+    pieces: bool = False
 
     def during(self, who: str, learns: bool) -> dict[str, int]:
-        """Bytes of each role on the process's device while one of them computes."""
+        """Bytes of each role on the process's device while one of them computes; with an engine
+        that shares the device, those of the engine too while it is awake.
+        """
+        awake = not who or (self.pieces and not learns)
+        shares = {ENGINE: self.engine} if self.engine and awake else {}
+        return self._roles_during(who, learns) | shares
+
+    def _roles_during(self, who: str, learns: bool) -> dict[str, int]:
         if self.placement in (IN_TURN, SHARED):
             # While the engine writes, ranks still hold the weights that they last sent to it.
-            given = not who and self.buffered
+            given = not who and self.buffered and self.placement == IN_TURN
             return {
                 role.role: role.learning
                 if learns
@@ -101,7 +115,8 @@ class RoleMemory:
     @property
     def most(self) -> dict[str, int]:
         """The bytes of each role in the part of a step that takes the most memory."""
-        return max((found for _, found in self.parts), key=lambda found: sum(found.values()))
+        alone = replace(self, engine=0)
+        return max((found for _, found in alone.parts), key=lambda found: sum(found.values()))
 
     @property
     def waiting(self) -> int:
@@ -134,10 +149,11 @@ def role_memory(config: RunConfig, model: ModelSizes) -> tuple[RoleMemory, ...]:
         count = scoring_parameters(sizes) // (_cut(config) if config.reward_on_ranks else 1)
         (ranks if config.reward_on_ranks else loop).append(RoleBytes(REWARD, element * count))
     placement = config.ppo.placement
-    found = [RoleMemory(LOOP, placement, tuple(loop))] if loop else []
+    pieces = config.ppo.piece_prompts is not None
+    found = [RoleMemory(LOOP, placement, tuple(loop), pieces=pieces)] if loop else []
     if ranks:
         copies = config.model.dtype == "bfloat16"
-        found.append(RoleMemory(RANK, placement, tuple(ranks), True, copies))
+        found.append(RoleMemory(RANK, placement, tuple(ranks), True, copies, pieces=pieces))
     return tuple(found)
 
 
