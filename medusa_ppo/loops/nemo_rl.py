@@ -65,12 +65,14 @@ class TappedWorker:
 
 
 def rows_of(data: Any) -> Rows:
-    """Prompts and responses of NeMo-RL's batch: rows are padded on the right."""
+    """Prompts and responses of NeMo-RL's batch, and the policy's log-probs from before the update,
+    if it has them: rows are padded on the right.
+    """
     ids_BT = data["input_ids"]
     places_T = torch.arange(ids_BT.shape[1], device=ids_BT.device)
     real_BT = places_T < data["input_lengths"].to(ids_BT.device)[:, None]
     written_BT = data["token_mask"].bool() & data["sample_mask"].bool()[:, None]
-    return response_rows(ids_BT, real_BT, written_BT)
+    return response_rows(ids_BT, real_BT, written_BT, data.get("prev_logprobs"))
 
 
 def unsupported(cfg: Any) -> dict[str, bool]:

@@ -25,6 +25,7 @@ import sys
 from typing import Any
 
 import ray
+import torch.nn.functional as F
 
 from medusa_ppo.loops.loop_versions import replaced, require_loop
 from medusa_ppo.loops.remote import refuse
@@ -65,14 +66,17 @@ class TappedPolicyWorker:
 
 
 def rows_of(data: Any) -> Rows:
-    """Prompts and responses of SkyRL's batch. Rows are padded on the left, so that responses end
-    together; the loss mask excludes what the policy did not write.
+    """Prompts and responses of SkyRL's batch, and the policy's log-probs from before the update, if
+    it has them. Rows are padded on the left, so that responses end together; the loss mask excludes
+    what the policy did not write.
     """
     ids_BT = data["sequences"]
     loss_mask_BR = data["loss_mask"].bool() & data["response_mask"].bool()
-    written_BT = ids_BT.new_zeros(ids_BT.shape)
-    written_BT[:, ids_BT.shape[1] - loss_mask_BR.shape[1] :] = loss_mask_BR
-    return response_rows(ids_BT, data["attention_mask"], written_BT)
+    before = ids_BT.shape[1] - loss_mask_BR.shape[1]
+    written_BT = F.pad(loss_mask_BR, (before, 0))
+    logprobs_BR = data.get("action_log_probs")
+    logprobs_BT = None if logprobs_BR is None else F.pad(logprobs_BR, (before, 0))
+    return response_rows(ids_BT, data["attention_mask"], written_BT, logprobs_BT)
 
 
 def unsupported(cfg: Any) -> dict[str, bool]:

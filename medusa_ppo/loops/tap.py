@@ -20,6 +20,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -38,10 +39,11 @@ from medusa_ppo.companion.parts_wire import (
     Tables,
     Wish,
     batch_tensors,
+    ids_of_text,
     prompt_key,
     write_part,
 )
-from medusa_ppo.companion.wire import tied
+from medusa_ppo.companion.wire import TableRows, table_rows, tied
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.loops.passes import PassTap
@@ -52,10 +54,16 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 5.0
 NO_BOUND = 1 << 62
 """Switches off `PassTap`'s own limit in bytes: here the companion decides the number of rows."""
+UNTOLD_PARTS = 2
+"""Parts that the companion may not have counted in its last answer: one on its way, one waiting."""
 
 
 class CompanionTap:
     """One process's end. With several processes each has one and makes every call.
+
+    Of the actor's tables only the rows that a batch needs are sent, if log-probs are given, the
+    companion drafts from some tokens only (`engine.draft_vocab`), and torch.distributed joins the
+    processes or there is only one. Otherwise the tables are sent whole after each change.
 
     Attributes:
         wish: what the companion last asked for.
@@ -117,6 +125,8 @@ class CompanionTap:
         self._rows = _PolicyTap(actor, self._sampling, NO_BOUND, wish.ahead)
         self._sender = _Sender(self._link, wish)
         self._version = self._tables_version = version
+        # Tokens of the last parts, which may have become draft tokens since the last answer.
+        self._untold: deque[torch.Tensor] = deque(maxlen=UNTOLD_PARTS)
         self._number = 0
         self._open: contextlib.ExitStack | None = None
         self.exposed_s = 0.0
@@ -156,14 +166,17 @@ class CompanionTap:
         began = time.perf_counter()
         rows = _rows(prompts, completions, logprobs)
         tokens = sum(len(completion) for _, completion, _ in rows)
-        wanted = min(tokens, self._wanted() // self._ranks)
+        most = self._wanted() // self._ranks
+        # Asked on every rank or on none, whatever rows it has.
+        ids = self._token_ids(rows) if most and logprobs is not None else None
+        wanted = min(tokens, most)
         if not wanted:
             self._sender.pass_over(bool(tokens))
             self.exposed_s += time.perf_counter() - began
             yield
             return
         # Tables are copied before the pass, because the loop may update them right after it.
-        tables = self._changed_tables()
+        tables = self._changed_tables(ids)
         self._rows.expect(tokens, wanted)
         self.exposed_s += time.perf_counter() - began
         with self._rows.watch([(prompt, completion) for prompt, completion, _ in rows]):
@@ -255,32 +268,65 @@ class CompanionTap:
         rows = self._sender.wish.rows
         if not self._meets:
             return rows
-        on = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        told = torch.tensor([rows], device=on)
+        told = torch.tensor([rows], device=self._meeting_device)
         dist.broadcast(told, 0)
         return int(told.item())
 
-    def _changed_tables(self) -> Tables | None:
+    @property
+    def _meeting_device(self) -> str:
+        return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+    def _token_ids(self, rows: Sequence[_Row]) -> torch.Tensor | None:
+        """All tokens of the step, from all processes, int64, ascending; None if there are others
+        that can't be asked. For a step with log-probs: without them the companion computes them,
+        which takes all of lm_head.
+        """
+        if self._ranks > 1 and not self._meets:
+            return None
+        vocab = self._sender.wish.vocab
+        there_V = torch.zeros(vocab, dtype=torch.uint8)
+        for prompt, completion, _ in rows:
+            ids = torch.tensor([*prompt, *completion])
+            there_V[ids[(ids >= 0) & (ids < vocab)]] = 1
+        if self._meets:
+            told_V = there_V.to(self._meeting_device)
+            dist.all_reduce(told_V, dist.ReduceOp.MAX)
+            there_V = told_V.cpu()
+        return there_V.nonzero().squeeze(1)
+
+    def _changed_tables(self, ids: torch.Tensor | None) -> Tables | TableRows | None:
         """A copy of the actor's tables, if the companion has different ones; only in the first
         process.
+
+        Args:
+            ids: all tokens of the step: then of lm_head only the rows of these and of the draft
+                tokens are copied; None: the tables are copied whole.
         """
         if self._rank:
             return None
-        known = self._sender.wish.tables_version
+        wish = self._sender.wish
+        untold = list(self._untold)
+        if ids is not None:
+            self._untold.append(ids)
         # Sent at least once, because an earlier loop may have reached the same version number.
-        if self._sender.sent and known == self._tables_version:
+        if self._sender.sent and wish.tables_version == self._tables_version:
             return None
         live_VD = self._actor.lm_head_VD.detach()
+        embedding_VD = self._actor.embedding_VD.detach() if wish.embedding else None
+        draft_ids = self._sender.draft_ids
+        if ids is not None and draft_ids is not None:
+            return table_rows(live_VD, embedding_VD, ids, torch.cat([draft_ids, *untold]))
         lm_head_VD = live_VD.to("cpu", copy=True)
-        if not self._sender.wish.embedding:
-            return lm_head_VD, None
-        embedding_VD = self._actor.embedding_VD.detach()
-        return lm_head_VD, (
-            lm_head_VD if tied(live_VD, embedding_VD) else embedding_VD.to("cpu", copy=True)
-        )
+        if embedding_VD is None or tied(live_VD, embedding_VD):
+            return lm_head_VD, None if embedding_VD is None else lm_head_VD
+        return lm_head_VD, embedding_VD.to("cpu", copy=True)
 
     def _send(
-        self, batch: RolloutBatch, keys: torch.Tensor, tables: Tables | None, has_logprobs: bool
+        self,
+        batch: RolloutBatch,
+        keys: torch.Tensor,
+        tables: Tables | TableRows | None,
+        has_logprobs: bool,
     ) -> None:
         assert batch.prompts_S is not None, "a RowTap numbers its prompts"
         batch = replace(batch, prompts_S=keys[batch.prompts_S])
@@ -298,11 +344,15 @@ class CompanionTap:
         self._sender.send(_Parcel(batch_tensors(batch, logprobs=has_logprobs), tables, header))
 
 
+_Row = tuple[Sequence[int], Sequence[int], torch.Tensor]
+"""Prompt, completion, and log-probs of the latter."""
+
+
 def _rows(
     prompts: Sequence[Sequence[int]],
     completions: Sequence[Sequence[int]],
     logprobs: Sequence[torch.Tensor | Sequence[float]] | None,
-) -> list[tuple[Sequence[int], Sequence[int], torch.Tensor]]:
+) -> list[_Row]:
     """The rows that have a token: prompt, completion, log-probs (zeros if unknown)."""
     counts = len(prompts), len(completions), len(completions if logprobs is None else logprobs)
     if len(set(counts)) > 1:
@@ -312,7 +362,7 @@ def _rows(
             expected="the same number of each",
             do="Repeat each prompt for each of its completions.",
         )
-    rows: list[tuple[Sequence[int], Sequence[int], torch.Tensor]] = []
+    rows: list[_Row] = []
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         if not completion:
             continue
@@ -351,7 +401,7 @@ class _PolicyTap(PassTap):
 @dataclass(frozen=True)
 class _Parcel:
     tensors: dict[str, torch.Tensor]
-    tables: Tables | None
+    tables: Tables | TableRows | None
     header: PartHeader
 
 
@@ -360,6 +410,7 @@ class _Sender:
 
     Attributes:
         wish: the wish in the last answer.
+        draft_ids: its draft tokens, int64; None: any.
         sent, lost: parts that were accepted, and parts that were not.
         problem: why the last part was not accepted; empty if it was.
     """
@@ -371,6 +422,7 @@ class _Sender:
         self._waiting: _Parcel | None = None
         self._asks = self._busy = self._over = False
         self.wish = wish
+        self.draft_ids = ids_of_text(wish.draft_ids, wish.vocab)
         self.sent = self.lost = 0
         self.problem = ""
         self._thread = threading.Thread(target=self._run, name="medusa-ppo-tap", daemon=True)
@@ -416,7 +468,9 @@ class _Sender:
                     return
                 self._asks, self._busy = False, True
             try:
-                self.wish = self._link.ask() if parcel is None else self._put(parcel)
+                wish = self._link.ask() if parcel is None else self._put(parcel)
+                self.draft_ids = ids_of_text(wish.draft_ids, wish.vocab)
+                self.wish = wish
                 self.sent += parcel is not None
                 self.problem = ""
             # Everything is caught, because the loop must continue.

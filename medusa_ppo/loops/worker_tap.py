@@ -15,8 +15,8 @@ from heads.errors import ConfigError
 
 COMPANION = "MEDUSA_PPO_COMPANION"
 """Environment variable with the companion's address."""
-Rows = tuple[list[list[int]], list[list[int]]]
-"""Token ids of prompts, and of their responses."""
+Rows = tuple[list[list[int]], list[list[int]], list[torch.Tensor] | None]
+"""Token ids of prompts and of their responses, and the latter's log-probs (None: unknown)."""
 
 
 def companion_address() -> str:
@@ -32,7 +32,12 @@ def companion_address() -> str:
     return address
 
 
-def response_rows(ids_BT: torch.Tensor, real_BT: torch.Tensor, response_BT: torch.Tensor) -> Rows:
+def response_rows(
+    ids_BT: torch.Tensor,
+    real_BT: torch.Tensor,
+    response_BT: torch.Tensor,
+    logprobs_BT: torch.Tensor | None = None,
+) -> Rows:
     """The prompt and response of each row that has a prompt and ends in one unbroken response. Rows
     with several turns (tools' answers in between) and rows of padding are left out.
 
@@ -40,10 +45,13 @@ def response_rows(ids_BT: torch.Tensor, real_BT: torch.Tensor, response_BT: torc
         ids_BT: token ids, padded anywhere.
         real_BT: true where a token is not padding.
         response_BT: true where the policy wrote the token.
+        logprobs_BT: log-prob of each token; read where the policy wrote it. None: the companion
+            computes them.
     """
-    prompts, responses = [], []
-    for ids_T, real_T, response_T in zip(
-        ids_BT.cpu(), real_BT.bool().cpu(), response_BT.bool().cpu(), strict=True
+    prompts, responses, logprobs = [], [], []
+    given_BT = torch.zeros(ids_BT.shape) if logprobs_BT is None else logprobs_BT.float().cpu()
+    for ids_T, real_T, response_T, given_T in zip(
+        ids_BT.cpu(), real_BT.bool().cpu(), response_BT.bool().cpu(), given_BT, strict=True
     ):
         written_N = response_T[real_T]
         count = int(written_N.sum())
@@ -52,4 +60,5 @@ def response_rows(ids_BT: torch.Tensor, real_BT: torch.Tensor, response_BT: torc
         tokens = ids_T[real_T].tolist()
         prompts.append(tokens[:-count])
         responses.append(tokens[-count:])
-    return prompts, responses
+        logprobs.append(given_T[real_T][-count:])
+    return prompts, responses, None if logprobs_BT is None else logprobs

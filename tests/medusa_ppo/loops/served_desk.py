@@ -19,9 +19,9 @@ from medusa_ppo.loops.loop_versions import replaced
 from tests.medusa_ppo.companion.conftest import until
 
 
-def desk_config(folder: Path) -> Any:
+def desk_config(folder: Path, **engine: Any) -> Any:
     section = {"feed": str(folder / "feed"), "batch_positions": 64, "num_gpus": 0}
-    return build_config({"heads": {"num_heads": 2}, "companion": section})
+    return build_config({"heads": {"num_heads": 2}, "companion": section, "engine": engine})
 
 
 @dataclass
@@ -37,11 +37,11 @@ class ServedDesk:
 
 
 @contextlib.contextmanager
-def served_desk(actor: Path, folder: Path) -> Iterator[ServedDesk]:
-    """MEDUSA_PPO_COMPANION_TOKEN must be set."""
+def served_desk(actor: Path, folder: Path, **engine: Any) -> Iterator[ServedDesk]:
+    """MEDUSA_PPO_COMPANION_TOKEN must be set. `engine`: settings of the section."""
     with replaced(served_companion, "settle", lambda config: None):  # This very process.
         arguments, tables = served_companion._arguments(
-            desk_config(folder), str(actor), folder / "heads", None
+            desk_config(folder, **engine), str(actor), folder / "heads", None
         )
         holder = served_companion._Desk(arguments, tables)
     server = CompanionServer(holder.desk, "127.0.0.1", 0)

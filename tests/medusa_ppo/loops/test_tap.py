@@ -128,6 +128,50 @@ def test_a_loop_without_a_line_of_its_own(
 
 
 @torch.no_grad()
+def test_only_the_rows_of_the_tables_that_a_batch_needs_are_sent(
+    chain_actor: Path,
+    actor: LlamaForCausalLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once drafts come from some tokens only: theirs, and those of the batch."""
+    monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
+    logprobs = [[-0.5] * len(answer) for answer in COMPLETIONS]
+    own = {token for row in [*PROMPTS, *COMPLETIONS] for token in row}
+    with (
+        served_desk(chain_actor, tmp_path, draft_vocab=4) as served,
+        CompanionTap(actor, served.address) as tap,
+    ):
+        sent: list[Any] = []
+        put = tap._sender._put
+        monkeypatch.setattr(
+            tap._sender, "_put", lambda parcel: (sent.append(parcel.tables), put(parcel))[1]
+        )
+        for _ in range(4):
+            live_VD = actor.lm_head.weight.cpu().clone()
+            with tap(PROMPTS, COMPLETIONS, logprobs):
+                score(actor, [0, 1, 2])
+            assert tap.drain(30) and served.desk.drain(30) and not tap.problem
+            actor.lm_head.weight.add_(0.1)
+            tap.updated()
+            with tap([], []):  # Asks what is wanted, now that the last batch is counted.
+                pass
+            assert tap.drain(30)
+        assert isinstance(sent[0], tuple), "nothing was counted yet"
+        rows = sent[-1]
+        ids_R = rows.lm_head_ids_R
+        assert own <= set(ids_R.tolist()) and ids_R.numel() < len(live_VD)
+        assert torch.equal(rows.lm_head_RD, live_VD[ids_R]), "those from before the update"
+        trainer = served.desk._service._cycle.trainer
+        torch.testing.assert_close(trainer.lm_head_VD.cpu()[ids_R], live_VD[ids_R].float())
+        assert trainer.batches_trained == 4
+        with tap(PROMPTS, COMPLETIONS):  # Log-probs follow from all of lm_head.
+            score(actor, [0, 1, 2])
+        assert tap.drain(30) and not tap.problem
+        assert sent[-1][0].shape == live_VD.shape
+
+
+@torch.no_grad()
 def test_parts_of_several_processes_are_one_batch(
     served: tuple[Any, str], seen: list[RolloutBatch], chain_actor: Path
 ) -> None:

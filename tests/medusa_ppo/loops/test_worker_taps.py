@@ -40,8 +40,11 @@ def test_rows_of_padded_batches() -> None:
     real_BT = ids_BT != 0
     written_BT = torch.tensor([[0, 0, 0, 1, 1], [0, 1, 0, 1, 1], [0, 0, 1, 1, 1], [0, 0, 1, 1, 0]])
     # The second one has a tool's token in between, the third one no prompt.
-    assert response_rows(ids_BT, real_BT, written_BT) == ([[5, 6], [5, 6]], [[1, 2], [1, 2]])
-    assert response_rows(ids_BT, real_BT, torch.zeros_like(ids_BT)) == ([], [])
+    assert response_rows(ids_BT, real_BT, written_BT) == ([[5, 6], [5, 6]], [[1, 2], [1, 2]], None)
+    assert response_rows(ids_BT, real_BT, torch.zeros_like(ids_BT)) == ([], [], None)
+    *_, logprobs = response_rows(ids_BT, real_BT, written_BT, -torch.arange(20.0).view(4, 5))
+    assert logprobs is not None
+    assert [row.tolist() for row in logprobs] == [[-3.0, -4.0], [-17.0, -18.0]]
 
 
 def test_who_has_no_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +81,7 @@ def test_skyrls_update_is_tapped(seen: list[RolloutBatch], chain_actor: Path) ->
         "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]]),
         "response_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]),
         "loss_mask": torch.tensor([[1, 1, 1], [0, 1, 1]]),
+        "action_log_probs": torch.tensor([[-0.1, -0.2, -0.3], [0.0, -0.4, -0.5]]),
     }
     for _ in range(2):
         assert worker.forward_backward(data, loss_fn=None) == "metrics"
@@ -85,6 +89,7 @@ def test_skyrls_update_is_tapped(seen: list[RolloutBatch], chain_actor: Path) ->
         assert worker._medusa_tap.drain(30) and not worker._medusa_tap.problem
     assert [batch.response_ids_M.tolist() for batch in seen] == [[*RESPONSE, 4, 9]] * 2
     assert [batch.policy_version for batch in seen] == [0, 1]
+    assert seen[0].logprobs_M.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5])
     worker._medusa_tap.close()
 
 
@@ -122,11 +127,13 @@ def test_nemo_rls_update_is_tapped(seen: list[RolloutBatch], chain_actor: Path) 
         "input_lengths": torch.tensor([5, 4, 4]),
         "token_mask": torch.tensor([[0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 0, 0], [0, 0, 1, 1, 0, 0]]),
         "sample_mask": torch.tensor([1.0, 1.0, 0.0]),
+        "prev_logprobs": -torch.arange(18.0).view(3, 6),
     }
     assert worker.train(data, None, True) == "metrics" and worker._medusa_tap is None
     assert worker.train(data, None, gbs=3) == "metrics"
     assert worker._medusa_tap.drain(30) and not worker._medusa_tap.problem
     assert [batch.response_ids_M.tolist() for batch in seen] == [[*RESPONSE, 4, 9]]
+    assert seen[0].logprobs_M.tolist() == [-2.0, -3.0, -4.0, -8.0, -9.0]
     worker._medusa_tap.close()
 
 
