@@ -32,6 +32,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -143,7 +144,7 @@ def record(folder: Path) -> Record:
         "algorithm": config["ppo"]["advantages"],
         "arm": WITH if plugin else WITHOUT,
         "seed": config["seed"],
-        "command": run.meta.get("command"),
+        "command": re.sub(r"\b(heads\.path|out)=\S+", r"\1=DIR", run.meta.get("command") or ""),
         "commit": run.meta.get("commit"),
         "cpu": run.section("hardware").get("cpu"),
         "reward": curve(names.REWARD_MEAN, 4),
