@@ -108,7 +108,7 @@ def acceptance_picture(acceptance: Sequence[Sequence[float]]) -> str:
     return draw_steps(
         "Tokens per engine step, on responses held out at each PPO step",
         [round(step) for step in steps],
-        {"trained": trained, "frozen": frozen},
+        {"trained": trained, "frozen": frozen, "no drafts": [1.0] * len(steps)},
         "PPO step",
     )
 

@@ -150,12 +150,16 @@ def _draw(
     for size in sizes:
         shapes.append(text(x(size), HEIGHT - BOTTOM + 16, f"{size}", 'text-anchor="middle"'))
     shapes.append(text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, unit, 'text-anchor="middle"'))
+    drawn: list[str] = []
     for index, (name, curve) in enumerate(curves.items()):
         kind = f"line{index % len(LIGHT)}"
         points = " ".join(
             f"{x(size):.1f},{y(value):.1f}" for size, value in zip(sizes, curve, strict=True)
         )
-        shapes.append(f'<polyline points="{points}" class="{kind}"/>')
+        # A curve that lies on an earlier one is dashed, so that both are seen.
+        dashes = ' stroke-dasharray="9 9"' if points in drawn else ""
+        drawn.append(points)
+        shapes.append(f'<polyline points="{points}" class="{kind}"{dashes}/>')
         # A legend in the order of the curves; names at their ends would overlap.
         row = TOP + 8 + 18 * index
         shapes.append(line(WIDTH - RIGHT + 10, row - 4, WIDTH - RIGHT + 26, row - 4, kind))

@@ -49,3 +49,9 @@ def test_the_parts_of_a_bar_follow_each_other_and_share_one_scale() -> None:
     assert then == pytest.approx(start + first, abs=0.11) and again == start
     assert first == pytest.approx(3 * second, abs=0.2) and half == pytest.approx(first / 2, abs=0.1)
     assert ">8.0 s</text>" in picture and ">4.0 s</text>" in picture
+
+
+def test_a_curve_on_another_one_is_seen() -> None:
+    picture = draw_steps("t", [0, 1], {"a": [1, 2], "b": [1, 2], "c": [1, 3]}, "step")
+    dashed = ["stroke-dasharray" in line for line in re.findall(r"<polyline[^>]*>", picture)]
+    assert dashed == [False, True, False]
