@@ -273,7 +273,8 @@ def tables(found: Sequence[Record]) -> list[str]:
 
 # ---- the picture
 
-WIDTH, PANEL, TALL = 760, 196, 150
+LEFT, PANEL, GAP, TALL = 52.0, 196, 48, 150
+LEAST_WIDTH = 520
 STEPS, SECONDS = "PPO step", "seconds"
 TOPS = {STEPS: 58, SECONDS: 262}
 """Row of the charts -> its upper edge."""
@@ -347,11 +348,12 @@ def picture(found: Sequence[Record]) -> str:
     have = {name: arms for name in ALGORITHMS if (arms := by_arm(found, name))[WITH]}
     seeds = max(len(arms[WITH]) for arms in have.values())
     title = f"Reward with and without the plugin: means and ranges of {seeds} seeds"
+    width = max(LEAST_WIDTH, LEFT + (PANEL + GAP) * len(have))
     shapes = [text(12, 20, title, 'font-weight="bold"')]
     for number, arm in enumerate(ARMS):
-        at = 600 + 70 * number
-        shapes.append(line(at, 16, at + 16, 16, f"line{COLOURS[arm]}"))
-        shapes.append(text(at + 20, 20, arm))
+        at = width - 160 + 70 * number
+        shapes.append(line(at, 44, at + 16, 44, f"line{COLOURS[arm]}"))
+        shapes.append(text(at + 20, 48, arm))
     charts = {
         (name, axis): {arm: points_of(runs, axis) for arm, runs in arms.items()}
         for name, arms in have.items()
@@ -360,11 +362,11 @@ def picture(found: Sequence[Record]) -> str:
     points = [one for curves in charts.values() for arm in curves.values() for one in arm]
     ticks = nice_ticks(min(one[1] for one in points), max(one[3] for one in points))
     for column, name in enumerate(have):
-        left = 52.0 + (PANEL + 48) * column
+        left = LEFT + (PANEL + GAP) * column
         shapes.append(text(left, 48, ALGORITHMS[name][0], 'font-weight="bold"'))
         for axis, top in TOPS.items():
             shapes += panel(left, top, charts[name, axis], axis, ticks)
-    return frame(title, WIDTH, max(TOPS.values()) + TALL + 44, shapes)
+    return frame(title, width, max(TOPS.values()) + TALL + 44, shapes)
 
 
 # ---- commands
