@@ -5,8 +5,8 @@ batch, against heads that learn from all of it, in the same number of optimizer 
         [--share 0.02] [--batches 8] [--seeds 0 1 2]
 
 The actor answers the prompts of the data at temperature 1; the answers are cut into batches in the
-order in which they were written. Two arms for each seed, both with the companion's defaults and
-from untrained heads:
+order in which they were written. Two arms for each seed, both from untrained heads and with the
+companion's defaults, except for 256 positions in an optimizer step (`--positions`):
 
 - the sample: `EarlySample`, as a tap draws it where the states are (blocks of neighbours), and
   passes over it;
@@ -24,7 +24,6 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -88,7 +87,7 @@ def drawn(batch: RolloutBatch, count: int, seed: int) -> RolloutBatch:
 
 
 class Arm:
-    """Heads in training, and how much they were given."""
+    """Heads in training."""
 
     def __init__(
         self,
@@ -135,7 +134,7 @@ def main() -> None:
     parser.add_argument("--positions", type=int, default=256, help="positions of an optimizer step")
     args = parser.parse_args()
     learned, judged = written(args)
-    actor = load_actor(Path(args.model).as_posix()).requires_grad_(False)
+    actor = load_actor(args.model).requires_grad_(False)
     lm_head_VD = lm_head_weight(actor).detach().float()
     embedding_VD = embedding_weight(actor).detach().float()
     reader = HiddenReader(actor, 1.0)

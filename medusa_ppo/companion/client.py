@@ -329,7 +329,7 @@ class CompanionClient:
         ):
             # It restarted without the heads that the engine has. It is asked again until it has
             # them, because a call to a process that has just restarted may be lost.
-            if self._told_heads():
+            if self._telling_is_over():
                 self.go_on_from(after_version, load_state(self._newest.path))
             return None
         if answer.published is None or answer.published.version <= after_version:
@@ -339,7 +339,7 @@ class CompanionClient:
             self._newest, self._newest_from = published, answer.incarnation
         return published
 
-    def _told_heads(self) -> bool:
+    def _telling_is_over(self) -> bool:
         """Whether no call that tells the engine's heads is on its way."""
         if self._telling is None:
             return True

@@ -180,6 +180,16 @@ def joined_rows(parts: Sequence[TableRows]) -> TableRows:
     )
 
 
+def copied_tables(
+    lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both tables of a live actor, copied to the host; tied ones stay one."""
+    copy_VD = lm_head_VD.detach().to("cpu", copy=True)
+    if tied(lm_head_VD, embedding_VD):
+        return copy_VD, copy_VD
+    return copy_VD, embedding_VD.detach().to("cpu", copy=True)
+
+
 def batch_token_ids(*ids: torch.Tensor | None) -> torch.Tensor:
     """The different tokens among these, int64, ascending, without gaps (`GAP`)."""
     found = torch.cat([part.flatten().to(torch.int64) for part in ids if part is not None])

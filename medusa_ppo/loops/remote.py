@@ -29,7 +29,7 @@ from medusa_ppo.actors.hf import (
     table_files,
     table_names,
 )
-from medusa_ppo.companion.wire import tied
+from medusa_ppo.companion.wire import copied_tables
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
@@ -236,13 +236,7 @@ class WorkerTables:
         changed = self._actor.refresh()
         if not (changed and self._actor.reports):
             return None
-        live_VD = self._actor.lm_head_VD.detach()
-        lm_head_VD = live_VD.to("cpu", copy=True)
-        embedding_VD = self._actor.embedding_VD.detach()
-        # A tied table is sent to the driver once.
-        return lm_head_VD, (
-            lm_head_VD if tied(live_VD, embedding_VD) else embedding_VD.to("cpu", copy=True)
-        )
+        return copied_tables(self._actor.lm_head_VD, self._actor.embedding_VD)
 
 
 def read_tables(model_path: str) -> Tables:

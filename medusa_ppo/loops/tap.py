@@ -43,7 +43,7 @@ from medusa_ppo.companion.parts_wire import (
     prompt_key,
     write_part,
 )
-from medusa_ppo.companion.wire import TableRows, table_rows, tied
+from medusa_ppo.companion.wire import TableRows, copied_tables, table_rows
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.loops.passes import PassTap
@@ -311,15 +311,14 @@ class CompanionTap:
         # Sent at least once, because an earlier loop may have reached the same version number.
         if self._sender.sent and wish.tables_version == self._tables_version:
             return None
-        live_VD = self._actor.lm_head_VD.detach()
-        embedding_VD = self._actor.embedding_VD.detach() if wish.embedding else None
+        lm_head_VD = self._actor.lm_head_VD
+        embedding_VD = self._actor.embedding_VD if wish.embedding else None
         draft_ids = self._sender.draft_ids
         if ids is not None and draft_ids is not None:
-            return table_rows(live_VD, embedding_VD, ids, torch.cat([draft_ids, *untold]))
-        lm_head_VD = live_VD.to("cpu", copy=True)
-        if embedding_VD is None or tied(live_VD, embedding_VD):
-            return lm_head_VD, None if embedding_VD is None else lm_head_VD
-        return lm_head_VD, embedding_VD.to("cpu", copy=True)
+            return table_rows(lm_head_VD, embedding_VD, ids, torch.cat([draft_ids, *untold]))
+        if embedding_VD is None:
+            return lm_head_VD.detach().to("cpu", copy=True), None
+        return copied_tables(lm_head_VD, embedding_VD)
 
     def _send(
         self,
