@@ -19,7 +19,7 @@ STALE_UPDATES = 5
 """Serving heads count as stale from this many policy updates on ..."""
 KEPT_SHARE = 0.95
 """... if they have lost acceptance: less than this share of the extra tokens per step that they
-gained at their best.
+gained at their best, or, where candidates are judged beside them, of those of the candidates.
 """
 LOGPROB_GAP_NATS = 0.05
 """float32 against float32 is near 0.0001, bfloat16 near 0.01: above this the engine and the actor
@@ -279,6 +279,8 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
             f", and tokens per engine step fell from {max(means):.2f} at their best to"
             f" {means[-1]:.2f}"
         )
+    if _nothing_is_better(run, window):
+        return
     text = f"The heads are stale: in the last step they were {last:.0f} policy updates old{fell}."
     yield Finding(
         "stale_heads",
@@ -286,6 +288,22 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
         "Check whether the companion still trains and whether its gate refuses candidates (replay "
         "chart).",
     )
+
+
+def _nothing_is_better(run: Run, window: int) -> bool:
+    """Whether candidates were judged in the last steps and the serving heads are as good: then the
+    text itself has become harder to foresee, and the heads are not to blame.
+    """
+    judged = [
+        (serving, candidate)
+        for step in run.steps[-window:]
+        if (serving := number(step.get(m.REPLAY_SERVING))) is not None
+        and (candidate := number(step.get(m.REPLAY_CANDIDATE))) is not None
+    ]
+    if not judged:
+        return False
+    serving, candidate = (fmean(lengths) - 1 for lengths in zip(*judged, strict=True))
+    return serving >= KEPT_SHARE * candidate
 
 
 def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:

@@ -97,6 +97,11 @@ CASES: dict[str, Run] = {
 }
 
 
+def test_heads_are_stale_if_a_judged_candidate_is_better() -> None:
+    judged = {"replay_mal_serving": 1.60, "replay_mal_candidate": 1.70}
+    assert codes(make(drafted(2.0), drafted(1.6, staleness=6) | judged)) == ["stale_heads"]
+
+
 @pytest.mark.parametrize("code", CASES)
 def test_each_fault_is_named_once_and_alone(code: str) -> None:
     found = find(CASES[code], build_summary(CASES[code]))
@@ -108,6 +113,10 @@ def test_each_fault_is_named_once_and_alone(code: str) -> None:
     "run",
     [
         make(drafted(2.0), drafted(1.99, staleness=30)),  # old, but nothing is lost by it
+        make(
+            drafted(2.0),
+            drafted(1.6, staleness=6) | {"replay_mal_serving": 1.60, "replay_mal_candidate": 1.61},
+        ),  # old and worse than before, but training finds nothing better
         make(drafted(2.0), drafted(1.05, version=1)),  # acceptance fell, but no heads came in
         make(
             drafted(2.0), {"mal_serving": 1.0, "drafts": 0, "accepted": 0, "heads_version": 2}
