@@ -2,14 +2,14 @@
 batch, against heads that learn from all of it, in the same number of optimizer steps.
 
     python benchmarks/sample_share.py --model DIR --data FILE --template TEXT [--tokens 2000000]
-        [--share 0.02] [--batches 8] [--seeds 0 1 2]
+        [--share 0.02] [--batches 8] [--seeds 0 1 2] [--blocks 0 64 32]
 
 The actor answers the prompts of the data at temperature 1; the answers are cut into batches in the
 order in which they were written. Two arms for each seed, both from untrained heads and with the
 companion's defaults, except for 256 positions in an optimizer step (`--positions`):
 
-- the sample: `EarlySample`, as a tap draws it where the states are (blocks of neighbours), and
-  passes over it;
+- the sample: `EarlySample`, as a tap draws it where the states are (blocks of neighbours; of a
+  tap's own size, or of --blocks rows), and passes over it;
 - all: as many optimizer steps on each batch, with positions drawn anew from the whole batch.
 
 Then both are replayed on answers to prompts that neither saw: extra tokens are those beyond the one
@@ -20,6 +20,7 @@ many positions, and only where they stand differs; with more, the sample is repe
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 from collections.abc import Sequence
@@ -131,6 +132,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--passes", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--blocks", type=int, nargs="+", default=[0], help="0: as a tap chooses")
     parser.add_argument("--positions", type=int, default=256, help="positions of an optimizer step")
     args = parser.parse_args()
     learned, judged = written(args)
@@ -141,7 +143,8 @@ def main() -> None:
 
     config = CompanionConfig(batch_positions=args.positions)
     arms = {
-        (passes, seed): tuple(Arm(config, lm_head_VD, embedding_VD, seed) for _ in range(2))
+        (block, passes, seed): tuple(Arm(config, lm_head_VD, embedding_VD, seed) for _ in range(2))
+        for block in args.blocks
         for passes in args.passes
         for seed in args.seeds
     }
@@ -150,9 +153,9 @@ def main() -> None:
         batch = replace(read_all(reader, part, advance), policy_version=number)
         positions = batch.response_ids_M.numel()
         rows_in_all += positions
-        for (passes, seed), (sampled, whole) in arms.items():
+        for (block, passes, seed), (sampled, whole) in arms.items():
             rows = round(args.share * positions)
-            sample = EarlySample(rows, 0.0, seed, HEADS).of(batch)
+            sample = EarlySample(rows, 0.0, seed, HEADS, block or None).of(batch)
             count = int((sample.weights_M > 0).sum()) if sample.weights_M is not None else positions
             sampled.trainer.train_batch(sample, epochs=passes)
             whole.trainer.train_batch(drawn(batch, passes * count, seed + number), epochs=1)
@@ -161,17 +164,18 @@ def main() -> None:
     sys.stdout.write(
         f"{rows_in_all:,} positions in {args.batches} batches, {args.share:.1%} of them sampled;"
         f" judged on {held.response_ids_M.numel():,}\n"
-        "| passes | optimizer steps | extra tokens, the sample | all | sample / all |\n"
-        "|---|---|---|---|---|\n"
+        "| block | passes | optimizer steps | extra tokens, the sample | all | sample / all |\n"
+        "|---|---|---|---|---|---|\n"
     )
-    for passes in args.passes:
-        pairs = [arms[passes, seed] for seed in args.seeds]
+    for block, passes in itertools.product(args.blocks, args.passes):
+        pairs = [arms[block, passes, seed] for seed in args.seeds]
         steps = {arm.trainer.optimizer_steps for pair in pairs for arm in pair}
         extra = [tuple(arm.extra(held) for arm in pair) for pair in pairs]
         ratios = [sampled / whole for sampled, whole in extra]
         means = [statistics.fmean(column) for column in zip(*extra, strict=True)]
         sys.stdout.write(
-            f"| {passes} | {min(steps)} to {max(steps)} | {means[0]:.3f} | {means[1]:.3f} |"
+            f"| {block or 'own'} | {passes} | {min(steps)} to {max(steps)} |"
+            f" {means[0]:.3f} | {means[1]:.3f} |"
             f" {statistics.fmean(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |\n"
         )
 
