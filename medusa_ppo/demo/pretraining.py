@@ -47,7 +47,7 @@ class Recipe:
         learning_rate: largest AdamW step size, after `warmup_steps`; a cosine brings it down to
             zero.
         slip_rate: share of the solutions that answer with the second-to-last result, see task.py.
-        checked_rate: share of the steps of a solution that can be checked, see task.py.
+        checked_rate: share of the parts of steps that can be checked, see task.py.
         slips_from: share of the training that sees right solutions only. With slips from the start,
             the actor learns copying half as fast.
         init_range: standard deviation of the initial weights.
@@ -61,7 +61,7 @@ class Recipe:
     learning_rate: float = 2e-3
     warmup_steps: int = 50
     slip_rate: float = 0.6
-    checked_rate: float = 0.1
+    checked_rate: float = 0.25
     slips_from: float = 0.75
     hidden_size: int = 256
     intermediate_size: int = 1024

@@ -9,11 +9,12 @@ The text to pretrain on may hold *slips*: a correct solution whose answer is the
 last step, as when people forget the last sentence. A model trained on it can solve the problems but
 answers wrongly at the rate of the slips, which PPO then removes.
 
-It also holds two ways to write a step. Most steps bury their sum in the sentence; a few state it
-behind a mark, where a program finds it (`CHECK_MARK`). The reward (`graded`) pays for right answers
-and for steps that can be checked, as people reward real actors for a format that their checks can
-read. So PPO changes the wording of most of a response, and heads that were trained on the old
-wording go stale.
+It also holds two ways to write each of three parts of a step: its opening (a word, or its number),
+its sum (in the middle of a sentence, or behind a mark), and its end (nothing, or the result once
+more). Every part is drawn for itself, and most are loose ones. The reward (`graded`) pays for right
+answers and for parts that a program can check, as people reward real actors for a format that their
+checks can read. So PPO changes the wording of all of a response, and heads that were trained on the
+old wording go stale. Each line has a reward of its own, as from a reward model that judges steps.
 """
 
 from __future__ import annotations
@@ -37,15 +38,12 @@ ANSWER_MARK = "####"
 """Precedes the final answer, as in GSM8K."""
 
 CHECK_MARK = "To check:"
-"""Precedes the sum of a step that can be checked."""
+"""Precedes a sum that can be checked."""
 
 CHECKED_WORTH = 0.9
-"""Reward of a response whose steps can all be checked; a right answer is worth 1, and alone decides
-whether a response is right.
+"""Reward of a response of which every part can be checked; a right answer is worth 1, and alone
+decides whether a response is right.
 """
-
-_SUM = re.compile(rf"{re.escape(CHECK_MARK)} (\d+) ([-+]) (\d+) = (\d+)\b")
-"""The sum of a step that can be checked."""
 
 SPLITS = ("pretrain", "train", "eval")
 """The pretraining text, the questions for PPO, and the questions that nothing trains on.
@@ -53,9 +51,9 @@ SPLITS = ("pretrain", "train", "eval")
 _SHARES = (11, 4, 1)
 """How many of 16 questions belong to each split."""
 
-LARGEST = 20
+LARGEST = 12
 """Upper limit of intermediate results."""
-_OPERANDS = (2, 9)
+_OPERANDS = (2, 5)
 """The smallest and the largest number that is added or subtracted."""
 
 NAMES = (
@@ -116,8 +114,12 @@ _THEREFORE = "which means that from this moment on there are in all exactly"
 """Precedes each sum. As in most human text, much of a solution says nothing new, which is what
 makes drafting work.
 """
-_GOING_ON = "and that is the number that we take with us into the next part:"
-"""Follows the sum of a step that can be checked."""
+_GOING_ON = "and this is what we go on with:"
+"""Follows a sum, and precedes its result where that is stated once more."""
+_SUM = re.compile(rf"({re.escape(CHECK_MARK)}|{_THEREFORE}) (\d+) ([-+]) (\d+) = (\d+)\b")
+"""The sum of a step, and what precedes it."""
+_RESULT = re.compile(rf"{_GOING_ON} (\d+)\.$")
+"""The result at the end of a step."""
 _ORDER = ("First", "Then", "Finally")
 """Words that open the clauses, in the question and in the solution."""
 
@@ -147,7 +149,7 @@ def problem(
         split: one of SPLITS; they share no question, whatever the seeds.
         slip_rate: share of the solutions that give the result before the last step as their answer
             (0: all are right).
-        checked_rate: share of the steps that can be checked.
+        checked_rate: share of the parts of steps that can be checked.
     """
     if split not in SPLITS:
         raise DataError(
@@ -201,27 +203,36 @@ def demo_rows(split: str = "train", seed: int = 0, limit: int = 1024) -> list[di
     ]
 
 
-def graded(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """The demo's reward: 1 for a right answer, and up to CHECKED_WORTH for steps that can be
-    checked.
+def graded(prompt: str, response: str, row: dict[str, Any]) -> list[float]:
+    """The demo's reward, for each line that is not blank (`ppo.step_separator`): 1 for a right
+    answer, and up to CHECKED_WORTH in all for parts of steps that can be checked.
 
-    A step is a line before the answer. It can be checked if it contains the mark and the sum after
-    the mark is right.
+    A step is a line before the answer. Its three parts are its number, a sum behind the mark that
+    is right, and the result of its sum once more.
     """
-    worked, _, answer = response.partition(ANSWER_MARK)
-    steps = worked.strip().splitlines()
-    right = answer.strip() == row["answer"]
-    checked = sum(map(_can_be_checked, steps))
-    return float(right) + (CHECKED_WORTH * checked / len(steps) if steps else 0.0)
+    lines = [line for line in response.split("\n") if line.strip()]
+    steps = list(itertools.takewhile(lambda line: ANSWER_MARK not in line, lines))
+    earned = [
+        CHECKED_WORTH * _parts_checked(step.strip(), number) / (3 * len(steps))
+        for number, step in enumerate(steps, start=1)
+    ]
+    if len(steps) < len(lines):
+        right = response.partition(ANSWER_MARK)[2].strip() == row["answer"]
+        earned.append(float(right))
+    # A blank response is one step, too; what follows the answer earns nothing.
+    return earned + [0.0] * (max(1, len(lines)) - len(earned))
 
 
-def _can_be_checked(step: str) -> bool:
-    found = _SUM.search(step)
-    if found is None:
-        return False
-    left, sign, right, result = found.groups()
+def _parts_checked(step: str, number: int) -> int:
+    """How many of the three parts of a step can be checked, and are right."""
+    parts = int(step.startswith(_number(number)))
+    if (total := _SUM.search(step)) is None:
+        return parts
+    mark, left, sign, right, result = total.groups()
     signed = int(right) if sign == "+" else -int(right)
-    return int(left) + signed == int(result)
+    parts += mark == CHECK_MARK and int(left) + signed == int(result)
+    again = _RESULT.search(step)
+    return parts + (again is not None and again.group(1) == result)
 
 
 def _draw(
@@ -242,7 +253,7 @@ def _draw(
     ]
     clauses.append("How many {things} does {name} have now?".format(**words))
     lines = [
-        _line(_ORDER[number], step, words, checked=wording.random() < checked_rate)
+        _line(number, step, words, [wording.random() < checked_rate for _ in range(3)])
         for number, step in enumerate(steps)
     ]
     answer = steps[-2].result if slipped else steps[-1].result
@@ -260,13 +271,25 @@ def _draw_step(rng: random.Random, clauses: tuple[_Clause, ...], left: int) -> _
             return _ProblemStep(clause, left, operand, result)
 
 
-def _line(order: str, step: _ProblemStep, words: dict[str, str], *, checked: bool) -> str:
-    """A line of the solution: the clause, word for word, and the sum it asks for."""
+def _line(number: int, step: _ProblemStep, words: dict[str, str], checked: list[bool]) -> str:
+    """A line of the solution: the clause, word for word, and the sum it asks for.
+
+    Args:
+        number: from 0.
+        checked: which parts can be checked: opening, sum, end.
+    """
+    numbered, marked, restated = checked
+    opening = _number(number + 1) if numbered else _ORDER[number]
     clause = step.clause.text.format(**words, n=step.operand)
     total = f"{step.left} {step.clause.sign} {step.operand} = {step.result} {words['things']}"
-    if checked:
-        return f"{order} {clause}. {CHECK_MARK} {total}, {_GOING_ON} {step.result}."
-    return f"{order} {clause}, {_THEREFORE} {total}."
+    before = f". {CHECK_MARK}" if marked else f", {_THEREFORE}"
+    end = f", {_GOING_ON} {step.result}." if restated else "."
+    return f"{opening} {clause}{before} {total}{end}"
+
+
+def _number(number: int) -> str:
+    """How a step begins whose number is stated; from 1."""
+    return f"Step {number}:"
 
 
 END = "<|endoftext|>"
@@ -291,7 +314,7 @@ def build_tokenizer(*, checked: bool = True) -> PreTrainedTokenizerFast:
     """The tokenizer, the same on every call.
 
     Args:
-        checked: it has the words of steps that can be checked; False: as in releases before 0.4,
+        checked: it has the words of parts that can be checked; False: as in releases before 0.4,
             whose runs can be resumed.
     """
     vocabulary = {

@@ -113,31 +113,64 @@ def test_the_first_part_of_the_training_has_no_slips() -> None:
         assert not any(right) if slips else all(right)
 
 
-def test_steps_that_can_be_checked_come_at_their_rate_and_say_the_same() -> None:
-    marked = steps = 0
+def test_parts_that_can_be_checked_come_at_their_rate_and_say_the_same() -> None:
+    numbered = marked = restated = steps = 0
     for index in range(400):
         plain = problem(index, 7)
-        checked = problem(index, 7, checked_rate=0.1)
+        checked = problem(index, 7, checked_rate=0.25)
         assert checked.question == plain.question and checked.answer == plain.answer
         assert _sums(checked.solution) == _sums(plain.solution)
-        lines = checked.solution.splitlines()[:-1]
+        lines = checked.solution.strip().splitlines()[:-1]
         steps += len(lines)
+        numbered += sum(line.startswith("Step ") for line in lines)
         marked += sum(CHECK_MARK in line for line in lines)
-    assert 0.07 < marked / steps < 0.13
+        restated += sum("go on with" in line for line in lines)
+    for parts in (numbered, marked, restated):
+        assert 0.2 < parts / steps < 0.3
+
+
+def test_the_reward_reads_the_task_s_own_text() -> None:
+    for index in range(100):
+        for rate, expected in ((0.0, 1.0), (1.0, 1.0 + CHECKED_WORTH)):
+            found = problem(index, 3, checked_rate=rate)
+            row = {"answer": found.answer}
+            assert sum(graded("", found.solution, row)) == pytest.approx(expected)
+
+
+LOOSE = "which means that from this moment on there are in all exactly"
+AGAIN = "and this is what we go on with:"
+
+
+def test_each_line_that_is_not_blank_has_a_reward_of_its_own() -> None:
+    response = f" Step 1: Tom. To check: 2 + 3 = 5 pens.\n\nThen, {LOOSE} 5 - 1 = 4 pens.\n#### 4"
+    row = {"answer": "4"}
+    assert graded("", response, row) == pytest.approx([0.3, 0.0, 1.0])
+    assert graded("", f"{response}\n", row) == pytest.approx([0.3, 0.0, 1.0])
+    assert graded("", f"{response}\nStep 3: 4", row) == pytest.approx([0.3, 0.0, 0.0, 0.0])
 
 
 @pytest.mark.parametrize(
     ("solution", "expected"),
     [
-        (" Then. To check: 2 + 3 = 5 pens.\nFinally. To check: 5 - 1 = 4 pens.\n#### 4", 1.9),
-        (" Then. To check: 2 + 3 = 5 pens.\nFinally 5 - 1 = 4 pens.\n#### 4", 1.45),
-        (" Then. To check: 2 + 3 = 6 pens.\nFinally. To check: 5 - 1 = 4 pens.\n#### 5", 0.45),
+        (
+            f" Step 1: Tom. To check: 2 + 3 = 5 pens, {AGAIN} 5.\n"
+            f"Step 2: Tom. To check: 5 - 1 = 4 pens, {AGAIN} 4.\n#### 4",
+            1.9,
+        ),
+        (" Then. To check: 2 + 3 = 5 pens.\nFinally. To check: 5 - 1 = 4 pens.\n#### 4", 1.3),
+        (f" Step 1: Tom, {LOOSE} 2 + 3 = 5 pens.\nThen, {LOOSE} 5 - 1 = 4 pens.\n#### 4", 1.15),
+        (f" First Tom, {LOOSE} 2 + 3 = 5 pens, {AGAIN} 5.\n#### 4", 1.3),
+        # A wrong number, a wrong sum, another result than the sum's, and a result alone.
+        (" Step 2: Tom. To check: 2 + 3 = 5 pens.\n#### 4", 1.3),
+        (f" Step 1: Tom. To check: 2 + 3 = 6 pens, {AGAIN} 6.\n#### 5", 0.6),
+        (f" First Tom. To check: 2 + 3 = 5 pens, {AGAIN} 6.\n#### 5", 0.3),
+        (f" First Tom, {AGAIN} 6.\n#### 5", 0.0),
         ("#### 4", 1.0),
         ("", 0.0),
     ],
 )
-def test_the_reward_pays_for_a_right_answer_and_for_steps_whose_sum_is_right(
+def test_the_reward_pays_for_a_right_answer_and_for_parts_that_can_be_checked(
     solution: str, expected: float
 ) -> None:
-    assert graded("", solution, {"answer": "4"}) == pytest.approx(expected)
+    assert sum(graded("", solution, {"answer": "4"})) == pytest.approx(expected)
     assert CHECKED_WORTH < 1, "or a wrong answer would count as right"
