@@ -63,10 +63,16 @@ SETTINGS = (
     "ppo.checkpoint_every=null",
 )
 """Overrides of the configuration, in both arms."""
+WITHOUT_CRITIC = (
+    "model.critic_path=null",
+    "ppo.step_separator=null",
+    "ppo.reward=medusa_ppo.demo.task:graded",
+)
+"""Without a critic the example's rewards are one number for a response."""
 ALGORITHMS = {
     "gae": ("PPO with a critic", ("ppo.advantages=gae",)),
-    "grpo": ("GRPO", ("ppo.advantages=grpo", "model.critic_path=null")),
-    "rloo": ("RLOO", ("ppo.advantages=rloo", "model.critic_path=null")),
+    "grpo": ("GRPO", ("ppo.advantages=grpo", *WITHOUT_CRITIC)),
+    "rloo": ("RLOO", ("ppo.advantages=rloo", *WITHOUT_CRITIC)),
 }
 """Algorithm -> how it is called, and its overrides."""
 WITH, WITHOUT = "with", "without"

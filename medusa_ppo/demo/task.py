@@ -11,10 +11,11 @@ answers wrongly at the rate of the slips, which PPO then removes.
 
 It also holds two ways to write each of three parts of a step: its opening (a word, or its number),
 its sum (in the middle of a sentence, or behind a mark), and its end (nothing, or the result once
-more). Every part is drawn for itself, and most are loose ones. The reward (`graded`) pays for right
-answers and for parts that a program can check, as people reward real actors for a format that their
-checks can read. So PPO changes the wording of all of a response, and heads that were trained on the
-old wording go stale. Each line has a reward of its own, as from a reward model that judges steps.
+more). Every part is drawn for itself, and most are loose ones. The reward (`graded_lines`) pays for
+right answers and for parts that a program can check, as people reward real actors for a format that
+their checks can read. So PPO changes the wording of all of a response, and heads that were trained
+on the old wording go stale. Each line has a reward of its own, as from a reward model that judges
+steps.
 """
 
 from __future__ import annotations
@@ -203,7 +204,12 @@ def demo_rows(split: str = "train", seed: int = 0, limit: int = 1024) -> list[di
     ]
 
 
-def graded(prompt: str, response: str, row: dict[str, Any]) -> list[float]:
+def graded(prompt: str, response: str, row: dict[str, Any]) -> float:
+    """The same as `graded_lines` in one number, for algorithms without a critic."""
+    return sum(graded_lines(prompt, response, row))
+
+
+def graded_lines(prompt: str, response: str, row: dict[str, Any]) -> list[float]:
     """The demo's reward, for each line that is not blank (`ppo.step_separator`): 1 for a right
     answer, and up to CHECKED_WORTH in all for parts of steps that can be checked.
 

@@ -17,6 +17,7 @@ from medusa_ppo.demo.task import (
     build_tokenizer,
     demo_rows,
     graded,
+    graded_lines,
     problem,
     split_of,
 )
@@ -134,7 +135,7 @@ def test_the_reward_reads_the_task_s_own_text() -> None:
         for rate, expected in ((0.0, 1.0), (1.0, 1.0 + CHECKED_WORTH)):
             found = problem(index, 3, checked_rate=rate)
             row = {"answer": found.answer}
-            assert sum(graded("", found.solution, row)) == pytest.approx(expected)
+            assert graded("", found.solution, row) == pytest.approx(expected)
 
 
 LOOSE = "which means that from this moment on there are in all exactly"
@@ -144,9 +145,9 @@ AGAIN = "and this is what we go on with:"
 def test_each_line_that_is_not_blank_has_a_reward_of_its_own() -> None:
     response = f" Step 1: Tom. To check: 2 + 3 = 5 pens.\n\nThen, {LOOSE} 5 - 1 = 4 pens.\n#### 4"
     row = {"answer": "4"}
-    assert graded("", response, row) == pytest.approx([0.3, 0.0, 1.0])
-    assert graded("", f"{response}\n", row) == pytest.approx([0.3, 0.0, 1.0])
-    assert graded("", f"{response}\nStep 3: 4", row) == pytest.approx([0.3, 0.0, 0.0, 0.0])
+    assert graded_lines("", response, row) == pytest.approx([0.3, 0.0, 1.0])
+    assert graded_lines("", f"{response}\n", row) == pytest.approx([0.3, 0.0, 1.0])
+    assert graded_lines("", f"{response}\nStep 3: 4", row) == pytest.approx([0.3, 0.0, 0.0, 0.0])
 
 
 @pytest.mark.parametrize(
@@ -172,5 +173,5 @@ def test_each_line_that_is_not_blank_has_a_reward_of_its_own() -> None:
 def test_the_reward_pays_for_a_right_answer_and_for_parts_that_can_be_checked(
     solution: str, expected: float
 ) -> None:
-    assert sum(graded("", solution, {"answer": "4"})) == pytest.approx(expected)
+    assert graded("", solution, {"answer": "4"}) == pytest.approx(expected)
     assert CHECKED_WORTH < 1, "or a wrong answer would count as right"
