@@ -85,6 +85,8 @@ class DraftingCore:
             `use_temperature`.
     """
 
+    _own: list[LINEAR]
+
     def __init__(
         self,
         heads: MedusaHeads,
@@ -211,7 +213,7 @@ class DraftingCore:
         self._lm_head: LM_HEAD = self._whole_lm_head if lm_head is None else lm_head
         heads = self.heads
         count = self.config.num_heads
-        self._own: list[LINEAR] = []
+        self._own = []
         if self.config.lm_head == "own":
             self._own = [self._pack(heads.own_lm_head(k + 1).detach()) for k in range(count)]
 

@@ -167,11 +167,12 @@ def begin_beside(work: Callable[[], T]) -> Future[T]:
     def quietly() -> T:
         try:
             torch.set_num_threads(1)
-            # Where it is forbidden, the thread competes with the engine.
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         finally:
+            # At low priority it might not be heard for a while.
             began.set()
+        # Where it is forbidden, the thread competes with the engine.
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         return work()
 
     threads = torch.get_num_threads()
