@@ -1,6 +1,7 @@
 """How long do requests wait when an engine loads newer heads from its feed between two steps?
 
-    python benchmarks/fed_step.py [--ranks 1] [--width 2048] [--heads 12] [--versions 20]
+    python benchmarks/fed_step.py [--ranks 1] [--width 2048] [--heads 12] [--drafts 2]
+                                  [--versions 20]
 
 One engine in this process, over an untrained actor of that width, with heads of kind `medusa`
 (2048 x 12: 50M parameters, float32). Its requests run all the time, and as soon as a version has
@@ -165,8 +166,7 @@ def work(options: argparse.Namespace, folder: Path) -> Timed:
 
     sys.stdout.write(f"{sum(p.numel() for p in heads.parameters()):,} parameters of heads\n")
     with ColocatedEngine(folder / "actor", folder / "heads", config) as engine:
-        # Drafts of no use cost steps that say nothing about loading: two of them are enough.
-        engine.configure(num_drafts=2)
+        engine.configure(num_drafts=options.drafts)
         core = engine._running().llm_engine.engine_core.engine_core
         files = [folder / "state-0", folder / "state-1"]
         timed = Timed(core, FolderFeed(folder / "feed"), release, files, options.versions)
@@ -183,6 +183,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="of tensor parallelism")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--heads", type=int, default=12)
+    # Drafts of no use cost steps that say nothing about loading. But a load packs, and tries, the
+    # weights of as many drafts as a step has.
+    parser.add_argument("--drafts", type=int, default=2, help="of a step")
     parser.add_argument("--versions", type=int, default=20)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(

@@ -331,21 +331,32 @@ class ContextHeads:
     `load`.
     """
 
-    def __init__(self, heads: MedusaHeads, embed: EMBED | None, pack: PACK = plain_linear) -> None:
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        embed: EMBED | None,
+        pack: PACK = plain_linear,
+        with_embedding: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """
         Args:
             embed: the engine's own lookup, whatever shards the table.
             pack: turns a weight into the function that multiplies by it; it chooses the dtype.
+            with_embedding: read the embedding table now; otherwise `read_embedding` has to be
+                called before the first drafts.
+            dtype: what `pack` chooses, if that is known; None: a product is made to see it.
         """
         assert embed is not None, "hydra heads read embeddings"
         self.config = heads.config
         self.heads = heads
         self._embed = embed
         self._pack = pack
-        self.load()
+        self._known_dtype = dtype
+        self.load(with_embedding)
 
     @torch.no_grad()
-    def load(self) -> None:
+    def load(self, with_embedding: bool = True) -> None:
         """Reread the heads and the embedding table after a swap."""
         heads = self.heads
         D = self.config.hidden_size
@@ -362,7 +373,7 @@ class ContextHeads:
         asked = [weight_3D2D[:D] for weight_3D2D in into[1:]]
         self._into = self._pack(first_R2D[:, :D])
         # `pack` chooses the dtype but doesn't report it; multiplying one row shows it.
-        self.dtype = self._into(first_R2D[:1, :D]).dtype
+        self.dtype = self._known_dtype or self._into(first_R2D[:1, :D]).dtype
         self._ask = [self._pack(weight_D2D[:, :D]) for weight_D2D in asked]
         layers = range(self.config.context_layers)
         self._out = [self._pack(self._layer(layer, "out")) for layer in layers]
@@ -387,7 +398,15 @@ class ContextHeads:
             heads.cell_token.detach(),
             *(weight_D2D[:, D:] for weight_D2D in asked),
         ]
-        self.read_embedding()
+        self._products = [] if self._tabled else [self._pack(weight) for weight in self._of_tokens]
+        if with_embedding:
+            self.read_embedding()
+
+    @property
+    def _tabled(self) -> bool:
+        """Whether the tables of what tokens add are small enough."""
+        rows = sum(weight.shape[0] for weight in self._of_tokens)
+        return self.config.vocab_size * rows <= TABLE_ENTRIES
 
     def _layer(self, layer: int, name: str) -> torch.Tensor:
         """A weight of one layer of the context."""
@@ -407,12 +426,10 @@ class ContextHeads:
         """
         size = self.config.vocab_size
         device = self._of_tokens[0].device
-        small = size * sum(weight.shape[0] for weight in self._of_tokens) <= TABLE_ENTRIES
         sizes_V1, self._tables = token_tables(
-            self._embed, size, self._of_tokens if small else [], self.dtype, device
+            self._embed, size, self._of_tokens if self._tabled else [], self.dtype, device
         )
         self._sizes_V1 = sizes_V1.to(self.dtype)
-        self._products = [] if small else [self._pack(weight) for weight in self._of_tokens]
 
     def _token(self, which: int, ids_N: torch.Tensor) -> torch.Tensor:
         """What tokens add to a pair (0), to the cell (1) or to the query of layer `which` - 1."""

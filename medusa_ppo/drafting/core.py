@@ -11,7 +11,7 @@ vocabulary (V where there is none), N rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,7 +22,15 @@ from heads.modules import MedusaHeads
 from medusa_ppo.drafting.context import ContextHeads, Seen
 from medusa_ppo.drafting.memory import Recall
 from medusa_ppo.drafting.noise import cumulate, float32_below
-from medusa_ppo.drafting.products import EMBED, LINEAR, LM_HEAD, PACK, FusedHeads, plain_linear
+from medusa_ppo.drafting.products import (
+    EMBED,
+    LINEAR,
+    LM_HEAD,
+    PACK,
+    WEIGHT,
+    FusedHeads,
+    plain_linear,
+)
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.drafting.stopping import Ending
 from medusa_ppo.drafting.texts import Copier
@@ -77,6 +85,8 @@ class DraftingCore:
             `use_temperature`.
     """
 
+    _own: list[LINEAR]
+
     def __init__(
         self,
         heads: MedusaHeads,
@@ -84,6 +94,8 @@ class DraftingCore:
         embed: EMBED | None = None,
         pack: PACK = plain_linear,
         never_copied: Sequence[int] = (),
+        with_embedding: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """
         Args:
@@ -92,14 +104,23 @@ class DraftingCore:
             embed: the engine's lookup; kind hydra only.
             pack: turns our own weights into functions that multiply by them.
             never_copied: tokens that copying never drafts.
+            with_embedding: read the embedding table now; otherwise `actor_changed` has to be called
+                before the first drafts.
+            dtype: what `pack` chooses for heads with a context, if that is known.
         """
         self.config = heads.config
         self.heads = heads
-        self.fused = (ContextHeads if heads.config.context else FusedHeads)(heads, embed, pack)
+        self._embed = embed
+        self._never_copied = tuple(never_copied)
+        self.fused: FusedHeads | ContextHeads = (
+            ContextHeads(heads, embed, pack, with_embedding, dtype)
+            if heads.config.context
+            else FusedHeads(heads, embed, pack, with_embedding)
+        )
         self.copier: Copier | None = None
         if self.config.copies:
             assert embed is not None, "copying reads embeddings"
-            self.copier = Copier(heads, embed, pack, never_copied)
+            self.copier = Copier(heads, embed, pack, never_copied, with_embedding)
         self.temperatures_K = torch.ones(self.config.num_heads, device=heads.blocks[0].device)
         self.use_temperature(1.0)
         self._whole_lm_head = lm_head
@@ -113,6 +134,54 @@ class DraftingCore:
         self.fused.read_embedding()
         if self.copier is not None:
             self.copier.read_embedding()
+
+    @property
+    def packed(self) -> tuple[WEIGHT, ...]:
+        """The weights that are packed now, where packing waits for the first use."""
+        return self.fused.packed if isinstance(self.fused, FusedHeads) else ()
+
+    def beside(
+        self,
+        heads: MedusaHeads,
+        lm_head: LM_HEAD,
+        packed: Iterable[WEIGHT],
+        count: int,
+        with_embedding: bool,
+    ) -> DraftingCore:
+        """A complete core for other heads of the same sizes. A thread may make it while this one
+        drafts, because no packed weight is multiplied here: oneDNN's products share memory.
+
+        Args:
+            packed, count: what to pack (`FusedHeads.pack_ahead`).
+        """
+        dtype = self.fused.dtype if isinstance(self.fused, ContextHeads) else None
+        other = DraftingCore(
+            heads, lm_head, self._embed, self._pack, self._never_copied, with_embedding, dtype
+        )
+        if isinstance(other.fused, FusedHeads):
+            other.fused.pack_ahead(packed, count)
+        return other
+
+    @torch.no_grad()
+    def take(self, other: DraftingCore) -> list[object]:
+        """Draft with the heads of another core from now on, which is used up by it: only references
+        are exchanged. Settings, lm_head and draft vocabulary stay.
+
+        Returns:
+            What the earlier heads occupied; letting go of so much memory takes time, too.
+        """
+        before: list[object] = [self.fused, self.copier, self._own]
+        for held, new in zip(self.heads.parameters(), other.heads.parameters(), strict=True):
+            before.append(held.data)
+            # The module stays the one that vLLM knows, and that a later swap writes to.
+            held.data = new.data
+        self.heads.temperatures_K.copy_(other.heads.temperatures_K)
+        self.fused, self.copier, self._own = other.fused, other.copier, other._own
+        self.fused.heads = self.heads
+        if self.copier is not None:
+            self.copier.heads = self.heads
+        self.use_temperature(self._temperature)
+        return before
 
     def use_temperature(self, temperature: float) -> None:
         """Set the factor on the heads' own draft temperatures."""
@@ -144,7 +213,7 @@ class DraftingCore:
         self._lm_head: LM_HEAD = self._whole_lm_head if lm_head is None else lm_head
         heads = self.heads
         count = self.config.num_heads
-        self._own: list[LINEAR] = []
+        self._own = []
         if self.config.lm_head == "own":
             self._own = [self._pack(heads.own_lm_head(k + 1).detach()) for k in range(count)]
 
@@ -197,6 +266,24 @@ class DraftingCore:
             ids.append(last_ids_B)
         q, lengths_B = (drawing.q, drawing.lengths_B) if drawing is not None else (None, None)
         return Drafted(torch.stack(ids, dim=1), tuple(q or ()), lengths_B)
+
+    def logits_after(
+        self, hidden_BD: torch.Tensor, given: Sequence[torch.Tensor], seen: Seen | None
+    ) -> list[torch.Tensor]:
+        """Logits `[B, W]` of the first heads divided by their temperatures, if they are given these
+        tokens instead of drafting them: `[B]` for each head, the last token x_{t+1} first. The
+        other arguments are those of `draft`.
+        """
+        count = len(given)
+        if self.config.kind == "hydra":
+            features = self._features(hidden_BD, given[0], count, seen)
+            logits = [self._multiply(features(k, ids_B), k) for k, ids_B in enumerate(given)]
+        else:
+            logits = self._logits_ahead(hidden_BD, count)
+        return [
+            logits_BW.float() / temperature
+            for logits_BW, temperature in zip(logits, self.temperatures_K[:count], strict=True)
+        ]
 
     def _features(
         self, hidden_BD: torch.Tensor, last_ids_B: torch.Tensor, count: int, seen: Seen | None

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,6 +36,8 @@ LINEAR = Callable[[torch.Tensor], torch.Tensor]
 PACK = Callable[[torch.Tensor], LINEAR]
 """A weight `[out, in]` -> the product with it."""
 LM_HEAD = LINEAR
+WEIGHT = tuple[str, int, int]
+"""A weight of `FusedHeads`: its name, an index, and of how many heads."""
 FORGET = 0.5
 """Share of the counts kept at each refresh."""
 SMALL_ENTRIES = 1 << 24
@@ -80,6 +83,20 @@ def most_frequent(counts_V: torch.Tensor, size: int) -> torch.Tensor | None:
     return order_V[:size].sort().values
 
 
+class ChosenIds(NamedTuple):
+    """Ids that `DraftVocabulary.choosing` chose.
+
+    Attributes:
+        ids_W, product: as in `DraftVocabulary`.
+        rows_ND, expected_NW: states, and the logits that the product has to give for them.
+    """
+
+    ids_W: torch.Tensor
+    product: LM_HEAD
+    rows_ND: torch.Tensor
+    expected_NW: torch.Tensor
+
+
 class DraftVocabulary:
     """Counts tokens, picks the most frequent ones, and multiplies by their rows of lm_head.
 
@@ -116,6 +133,7 @@ class DraftVocabulary:
         self._pack = pack
         self._whole = whole
         self._stand_in = stand_in
+        self._reads_weight = False
 
     def count_on(self, device: torch.device) -> None:
         """Count on this device, if tokens are only known on a device."""
@@ -171,6 +189,7 @@ class DraftVocabulary:
         self.ids_W = None if ids_W is None else ids_W.to(device)
         whole = self._whole and self._counts_V.numel() * hidden_size <= SMALL_ENTRIES
         self.product = None
+        self._reads_weight = False
         if whole or self.ids_W is not None:
             if weight_VD is not None:
                 if self.ids_W is None:
@@ -181,11 +200,46 @@ class DraftVocabulary:
                 self.product = self._tried(
                     self._pack(rows_WD.to(dtype)), lm_head, hidden_size, dtype, device
                 )
+            self._reads_weight = self.product is not None
             self.product = self.product or self._read(lm_head, hidden_size, dtype, device)
         # Without a product of the rows, no draft vocabulary is possible: the engine's own product
         # gives logits of the whole vocabulary.
         if self.product is None:
             self.ids_W = None
+
+    def choosing(
+        self, weight_VD: torch.Tensor | None, dtype: torch.dtype
+    ) -> Callable[[], ChosenIds | None] | None:
+        """What `refresh` would do after a change of the heads, on the CPU, as work for a thread:
+        it counts no further tokens, and multiplies by no packed weight. It returns None if too
+        little was counted for other ids.
+
+        None instead of the work: the rows can't be read from `weight_VD`; `refresh` reads them.
+        """
+        if weight_VD is None or not self._reads_weight or not self.size:
+            return None
+        counts_V = self._counts_V.clone()
+
+        def choose() -> ChosenIds | None:
+            ids_W = most_frequent(counts_V, self.size)
+            if ids_W is None:
+                return None
+            rows_WD = weight_VD[ids_W].to(dtype)
+            rows_ND = _random_rows(rows_WD.shape[1]).to(dtype)
+            return ChosenIds(ids_W, self._pack(rows_WD), rows_ND, F.linear(rows_ND, rows_WD))
+
+        return choose
+
+    def take(self, chosen: ChosenIds) -> bool:
+        """Use ids chosen since the last change of the actor. False: their product is not what it
+        should be, and nothing has changed.
+        """
+        if not _agree(chosen.product(chosen.rows_ND), chosen.expected_NW):
+            return False
+        self._counts_V *= FORGET
+        self._chosen_W = self.ids_W = chosen.ids_W
+        self.product = chosen.product
+        return True
 
     def _read(
         self, lm_head: LM_HEAD, hidden_size: int, dtype: torch.dtype, device: torch.device
@@ -219,18 +273,24 @@ class DraftVocabulary:
         device: torch.device,
     ) -> LM_HEAD | None:
         """The product, if it agrees with the engine's own."""
-        # A separate generator: the engine's random numbers stay unchanged, and all tensor-parallel
-        # ranks try the same states and get the same answer.
-        rows_ND = torch.randn(
-            ROWS_TRIED, hidden_size, generator=torch.Generator().manual_seed(0)
-        ).to(device, dtype)
-        expected_NV = lm_head(rows_ND).float()
+        rows_ND = _random_rows(hidden_size).to(device, dtype)
+        expected_NV = lm_head(rows_ND)
         expected_NW = expected_NV if self.ids_W is None else expected_NV[:, self.ids_W]
-        apart = (product(rows_ND).float() - expected_NW).square().mean().sqrt()
-        expected = expected_NW.square().mean().sqrt()
-        # Compared in this direction, so that NaN counts as a difference.
-        agrees = bool(apart <= LINEAR_TOLERANCE * expected)
-        return product if agrees else None
+        return product if _agree(product(rows_ND), expected_NW) else None
+
+
+def _random_rows(hidden_size: int) -> torch.Tensor:
+    """States on which products are compared."""
+    # A separate generator: the engine's random numbers stay unchanged, and all tensor-parallel
+    # ranks try the same states and get the same answer.
+    return torch.randn(ROWS_TRIED, hidden_size, generator=torch.Generator().manual_seed(0))
+
+
+def _agree(given_NW: torch.Tensor, expected_NW: torch.Tensor) -> bool:
+    apart = (given_NW.float() - expected_NW.float()).square().mean().sqrt()
+    expected = expected_NW.float().square().mean().sqrt()
+    # Compared in this direction, so that NaN counts as a difference.
+    return bool(apart <= LINEAR_TOLERANCE * expected)
 
 
 def spread(values_NW: torch.Tensor, ids_W: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -251,12 +311,20 @@ class FusedHeads:
     tensors that are multiplied here.
     """
 
-    def __init__(self, heads: MedusaHeads, embed: EMBED | None, pack: PACK = plain_linear) -> None:
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        embed: EMBED | None,
+        pack: PACK = plain_linear,
+        with_embedding: bool = True,
+    ) -> None:
         """
         Args:
             embed: the engine's own lookup, which may be sharded; kind hydra only.
             pack: turns a weight into a product; it chooses the dtype, and does not change the
                 weight.
+            with_embedding: read the embedding table now; otherwise `read_embedding` has to be
+                called before the first drafts.
         """
         self.config = heads.config
         self.heads = heads
@@ -264,7 +332,7 @@ class FusedHeads:
         self._pack = pack
         if self.config.kind == "hydra":
             self._adopt()
-        self.load()
+        self.load(with_embedding)
 
     @torch.no_grad()
     def _adopt(self) -> None:
@@ -288,15 +356,16 @@ class FusedHeads:
         heads.mlp_out.data = self._out_KRH[:, :D]
 
     @torch.no_grad()
-    def load(self) -> None:
+    def load(self, with_embedding: bool = True) -> None:
         """Read the heads and the embedding table again, after a swap."""
         # Packed products are copies of the old weights; they are renewed when next needed.
-        self._products: dict[tuple[str, int, int], LINEAR] = {}
+        self._products: dict[WEIGHT, LINEAR] = {}
         self._blocks = [block_KDD.detach() for block_KDD in self.heads.blocks]
         if self.config.kind == "hydra":
             D = self.config.hidden_size
             self._out_KRH[:, D:] = _wide_product(self._blocks[0], self._out_KRH[:, :D])
-            self.read_embedding()
+            if with_embedding:
+                self.read_embedding()
 
     @torch.no_grad()
     def read_embedding(self) -> None:
@@ -310,16 +379,38 @@ class FusedHeads:
         count = self.config.num_heads
         size = self.config.vocab_size
         weights_RE = self._in_RE
-        small = size * self._H * count * (count + 1) // 2 <= TABLE_ENTRIES
-        weights = [self._token_weights(j, count) for j in range(count)] if small else []
+        weights = [self._token_weights(j, count) for j in range(count)] if self._tabled else []
         self._sizes_V1, self._tables = token_tables(
             self._embed, size, weights, weights_RE.dtype, weights_RE.device
         )
+
+    @property
+    def _tabled(self) -> bool:
+        """Whether the tables of tokens' contributions are small enough."""
+        count = self.config.num_heads
+        entries = self.config.vocab_size * self._H * count * (count + 1) // 2
+        return entries <= TABLE_ENTRIES
 
     def _token_weights(self, j: int, count: int) -> torch.Tensor:
         """Weights that multiply the token at place j after h_t, for the heads j .. count."""
         D = self.config.hidden_size
         return self._in_RE[j * self._H : count * self._H, D * (1 + j) : D * (2 + j)]
+
+    @property
+    def packed(self) -> tuple[WEIGHT, ...]:
+        """The weights that are packed now."""
+        return tuple(self._products)
+
+    def pack_ahead(self, packed: Iterable[WEIGHT], count: int) -> None:
+        """Pack these weights, and those that `count` drafts multiply, instead of on first use."""
+        wanted = [("blocks", 0, count)]
+        if self.config.kind == "hydra":
+            heads = range(count)
+            wanted += [("in", 0, count), *(("out", k, 1) for k in heads)]
+            wanted += [("block", layer, k) for layer in range(1, len(self._blocks)) for k in heads]
+            wanted += [("token", k, count) for k in heads if not self._tabled]
+        for key in dict.fromkeys([*packed, *wanted]):
+            self._product(*key)
 
     def _product(self, name: str, index: int, count: int) -> LINEAR:
         """The packed product with a weight `[out, in]`; made on first use."""

@@ -139,6 +139,7 @@ class Copier:
         embed: EMBED,
         pack: PACK = plain_linear,
         never: Sequence[int] = (),
+        with_embedding: bool = True,
     ) -> None:
         """
         Args:
@@ -146,16 +147,18 @@ class Copier:
             embed: the engine's own lookup.
             pack: turns a weight into a product.
             never: tokens that are not copied, because they stand for images.
+            with_embedding: read the embedding table now; otherwise `read_embedding` has to be
+                called before the first search.
         """
         self._never = tuple(never)
         self.heads = heads
         self.config = heads.config
         self._embed = embed
         self._pack = pack
-        self.load()
+        self.load(with_embedding)
 
     @torch.no_grad()
-    def load(self) -> None:
+    def load(self, with_embedding: bool = True) -> None:
         """Read the heads and the embedding table again. Existing keys become stale."""
         heads = self.heads
         D = self.config.hidden_size
@@ -168,7 +171,9 @@ class Copier:
         self._out = heads.copy_out.detach()
         self._enter = self._pack(self._out)
         self._gather = self._pack(self._value)
-        self.read_embedding()
+        self.dtype = self._out.dtype
+        if with_embedding:
+            self.read_embedding()
 
     @torch.no_grad()
     def read_embedding(self) -> None:
@@ -178,7 +183,6 @@ class Copier:
         size = self.config.vocab_size
         device = self._none_A.device
         parts = self.config.copy_parts
-        self.dtype = self._out.dtype
         share = sum(weight.shape[0] for weight in self._of_tokens)
         weights = self._of_tokens if size * share <= TABLE_ENTRIES else []
         meanings: list[torch.Tensor] = []

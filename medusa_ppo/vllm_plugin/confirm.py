@@ -30,10 +30,12 @@ from heads.tensorfile import checksum, is_finite, load_state
 from medusa_ppo.contract.status import Checked
 from medusa_ppo.drafting.context import ContextHeads, Seen
 from medusa_ppo.drafting.core import Drafted, DraftingCore, DraftSampling
-from medusa_ppo.drafting.products import spread
+from medusa_ppo.drafting.products import LM_HEAD, spread
 from medusa_ppo.drafting.texts import TextRing
 
 ROWS = 4
+STAND_IN_ROWS = 256
+"""Rows of the product that stands in for lm_head's."""
 TOLERANCE, TOLERANCE_16_BIT, TOLERANCE_8_BIT = 1e-3, 3e-2, 1e-1
 """Largest allowed root mean square difference of the log-probabilities, relative to their standard
 deviation. 16-bit products round at 0.4 %, 8-bit ones at 1 % (trained heads: at most 0.5 % and 3.4 %
@@ -224,13 +226,6 @@ def find_difference(
     collective of all ranks.
     """
     assert draft.q, "the probe keeps probabilities"
-    limit = (
-        TOLERANCE
-        if plain.dtype == torch.float32
-        else TOLERANCE_8_BIT
-        if plain.in_8_bits
-        else TOLERANCE_16_BIT
-    )
     found = ""
     for k in range(draft.ids_BK.shape[1]):
         given_ids = [fixed.ids_Bn[:, -1], *draft.ids_BK[:, :k].unbind(1)]
@@ -240,13 +235,66 @@ def find_difference(
             if plain.ids_W is None
             else spread(draft.q[k], plain.ids_W, config.vocab_size)
         )
-        apart = _apart(served_BV, logprobs_BV)
-        if not apart <= limit and not found:  # NaN counts as a difference.
-            found = (
-                f"head {k + 1}: log-probabilities {apart:.1e} of their spread apart, {limit:.0e} at"
-                " most"
-            )
+        found = found or _difference(k, served_BV, logprobs_BV, plain)
     return found
+
+
+def stand_in_lm_head(config: HeadsConfig, dtype: torch.dtype) -> LM_HEAD:
+    """Fixed random rows in place of lm_head's, on the CPU: where only the heads are judged, their
+    features may be compared by any product. The engine's own is busy with its steps.
+    """
+    generator = torch.Generator().manual_seed(1)
+    rows = min(config.vocab_size, STAND_IN_ROWS)
+    weight_WD = torch.randn(rows, config.hidden_size, generator=generator)
+    weight_WD /= config.hidden_size**0.5
+    return lambda features_ND: F.linear(features_ND.to(dtype).float(), weight_WD)
+
+
+def given_tokens(config: HeadsConfig, fixed: FixedInputs, count: int) -> list[torch.Tensor]:
+    """Tokens `[B]` that the first `count` heads are given, the last one of each row first."""
+    generator = torch.Generator().manual_seed(2)
+    others_KB = torch.randint(config.vocab_size, (count - 1, ROWS), generator=generator)
+    return [fixed.ids_Bn[:, -1], *others_KB.to(fixed.ids_Bn.device).unbind(0)]
+
+
+def plain_logprobs(
+    state: Mapping[str, torch.Tensor],
+    config: HeadsConfig,
+    fixed: FixedInputs,
+    given: list[torch.Tensor],
+    plain: Plain,
+) -> list[torch.Tensor]:
+    """Log-probabilities `[B, V]` of each head after the tokens that it and those before it are
+    given, from the file's tensors alone.
+    """
+    return [_logprobs(state, config, k, fixed, given[: k + 1], plain) for k in range(len(given))]
+
+
+def find_difference_of_logits(
+    logits: list[torch.Tensor], expected: list[torch.Tensor], plain: Plain
+) -> str:
+    """Where served logits `[B, V]` of each head differ from `plain_logprobs`; empty if they
+    agree.
+    """
+    found = ""
+    for k, (logits_BV, logprobs_BV) in enumerate(zip(logits, expected, strict=True)):
+        found = found or _difference(k, logits_BV.softmax(-1), logprobs_BV, plain)
+    return found
+
+
+def _difference(k: int, served_BV: torch.Tensor, logprobs_BV: torch.Tensor, plain: Plain) -> str:
+    """Whether served probabilities differ from those of the file, in a sentence; else empty."""
+    limit = (
+        TOLERANCE
+        if plain.dtype == torch.float32
+        else TOLERANCE_8_BIT
+        if plain.in_8_bits
+        else TOLERANCE_16_BIT
+    )
+    apart = _apart(served_BV, logprobs_BV)
+    if apart <= limit:  # False for NaN, which so counts as a difference.
+        return ""
+    return f"head {k + 1}: log-probabilities {apart:.1e} of their spread apart, {limit:.0e} at most"
 
 
 def _logprobs(

@@ -68,7 +68,8 @@ from medusa_ppo.vllm_plugin.confirm import (
 )
 from medusa_ppo.vllm_plugin.drafter import Drafter
 from medusa_ppo.vllm_plugin.int8_products import packed_linear, packs_8_bit
-from medusa_ppo.vllm_plugin.rank_agreement import agreed, agreed_by_all, together
+from medusa_ppo.vllm_plugin.rank_agreement import agreed, agreed_by_all, only_rank, together
+from medusa_ppo.vllm_plugin.second_set import SecondSet, SetOrder, let_go
 from medusa_ppo.vllm_plugin.speculation import heads_folder
 from medusa_ppo.vllm_plugin.target_tables import (
     embedding_module,
@@ -102,6 +103,7 @@ class MedusaProposer(Drafter):
     _sent_B: torch.Tensor | None = None
     _target: nn.Module
     _target_loaded: bool = False
+    _actors: int = 0
     _ring: PairRing | None = None
     _unread: UnreadSteps | None = None
     _texts: TextRing | None = None
@@ -640,6 +642,7 @@ class MedusaProposer(Drafter):
     def target_changed(self) -> None:
         """The actor has new weights: renew everything that was read from the old ones."""
         self._target_loaded = False
+        self._actors += 1
         self.chooser.heads_changed()
         self._core.actor_changed()
         if self.memory is not None:
@@ -673,11 +676,13 @@ class MedusaProposer(Drafter):
 
     @torch.inference_mode()
     def _refresh_vocabulary(self) -> None:
-        weight_VD = lm_head_weight(self._target, self.heads.config.vocab_size)
         self.draft_vocabulary.refresh(
-            self._lm_head, self.hidden_size, self.dtype, self.device, weight_VD
+            self._lm_head, self.hidden_size, self.dtype, self.device, self._lm_head_weight()
         )
         self._use_vocabulary()
+
+    def _lm_head_weight(self) -> torch.Tensor | None:
+        return lm_head_weight(self._target, self.heads.config.vocab_size)
 
     def read(self, path: str, checked: Checked | None = None) -> ReadHeads:
         """A state file's tensors as they will serve.
@@ -696,12 +701,41 @@ class MedusaProposer(Drafter):
         sums = sums_of_bits(cast[name] for name in self.heads.trainable_views())
         return ReadHeads(cast, digest, sums)
 
+    def ahead(
+        self, path: str, checked: Checked | None = None
+    ) -> Callable[[], ReadHeads | SecondSet]:
+        """The part of a later swap that needs no other rank, for a thread; asked for between two
+        steps. `swap` takes what it returns.
+
+        On the CPU that is everything but the exchange. On other devices heads stay at their
+        addresses, which a sleeping engine gives away and restores, and copying them there takes
+        milliseconds.
+        """
+        if self.device.type != "cpu":
+            return partial(self.read, path, checked)
+        order = SetOrder(
+            self._core,
+            self._core.packed,
+            self.num_drafts or self.heads.config.num_heads,
+            self._actors,
+            self._embedding(),
+            # Of an actor that is just being loaded, nothing can be read yet.
+            only_rank() and not self._target_loaded,
+            self.dtype,
+            packs_8_bit(self.dtype, self.device),
+            self.draft_vocabulary,
+            None
+            if self._target_loaded
+            else self.draft_vocabulary.choosing(self._lm_head_weight(), self.dtype),
+        )
+        return lambda: SecondSet(self.read(path, checked), order)
+
     def swap(
         self,
         path: str,
         version: int,
         checked: Checked | None = None,
-        read: Callable[[], ReadHeads] | None = None,
+        ready: Callable[[], ReadHeads | SecondSet] | None = None,
     ) -> str:
         """Replace the serving heads with those of a state file; nothing is changed unless the file
         is right.
@@ -709,7 +743,7 @@ class MedusaProposer(Drafter):
         Args:
             checked: result of an earlier check of the file. Its bytes are confirmed before anything
                 is changed, and the heads afterwards.
-            read: returns the result of `self.read` for the file; None: read it now.
+            ready: returns what `self.ahead` made of the file; None: read it now.
 
         Returns:
             The checksum of the file's tensors.
@@ -718,10 +752,53 @@ class MedusaProposer(Drafter):
             SwapError: the file does not fit the serving heads, which stay; or the drafts now are
                 not those of the file's heads: then nothing is drafted until heads are fed again.
         """
-        heads = self.heads
         # Whatever may fail on a single rank is finished on all of them before the first product,
         # because products are collectives.
-        new = together("reading new heads", read or (lambda: self.read(path, checked)))
+        new = together("reading new heads", ready or (lambda: self.read(path, checked)))
+        if isinstance(new, SecondSet):
+            self._exchange(new)
+            self._untrained = new.untrained
+        else:
+            self._replace(new)
+            self._untrained = self.heads.untrained
+        self.fed = True
+        self.version = version
+        self.heads_checksum = new.checksum
+        self._fingerprint = new.sums
+        return new.checksum
+
+    def _exchange(self, new: SecondSet) -> None:
+        """Draft with a second set from now on, if all ranks find it right."""
+        fault = new.fault(None if self._target_loaded else self._actors)
+        if not agreed_by_all(not fault):
+            raise SwapError(
+                "The new heads do not draft as they should; the serving ones stay.",
+                given=fault or "a fault on another rank",
+                expected="the drafts that the file's values make",
+                do="Report this.",
+            )
+        let_go(self._core.take(new.core))
+        self._forget_pairs()
+        self.chooser.heads_changed()
+        self._renew_vocabulary(new)
+
+    def _renew_vocabulary(self, new: SecondSet) -> None:
+        """Choose the draft vocabulary again after an exchange. Products that depend on the actor
+        alone stay, and with them q of the drafts that are to be verified.
+        """
+        vocabulary = self.draft_vocabulary
+        current = new.actor == self._actors and not self._target_loaded
+        if not vocabulary.size or not current or new.vocabulary is not vocabulary:
+            # There are no ids, or they were chosen since.
+            return
+        if new.chosen is not None and vocabulary.take(new.chosen):
+            self._use_vocabulary()
+        elif new.chosen is not None or not new.could_choose:
+            self._refresh_vocabulary()
+
+    def _replace(self, new: ReadHeads) -> None:
+        """Write new heads over the serving ones, and check what they draft."""
+        heads = self.heads
         self.fed = False
         together("taking new heads", lambda: heads.load_trainable_state(new.state))
         self._core.load()
@@ -747,12 +824,6 @@ class MedusaProposer(Drafter):
                 expected="the file's values, and the drafts that they make",
                 do="Swap again; should that fail too, restart the engine.",
             )
-        self.fed = True
-        self.version = version
-        self.heads_checksum = new.checksum
-        self._fingerprint = held
-        self._untrained = heads.untrained
-        return new.checksum
 
     @torch.inference_mode()
     def _probe_swap(self, state: Mapping[str, torch.Tensor]) -> str:

@@ -21,6 +21,11 @@ MOST_TEXT = 1000
 """Bytes of an error's text that the other ranks receive."""
 
 
+def only_rank() -> bool:
+    """Whether there is no other tensor-parallel rank, so that nothing is a collective."""
+    return bool(get_tp_group().world_size == 1)
+
+
 def agreed(number: int) -> int:
     """The number of the first tensor-parallel rank, returned on all ranks."""
     return _over_ranks(

@@ -12,7 +12,7 @@ import logging
 import os
 import secrets
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from medusa_ppo.vllm_plugin.drafter import drafter_of
 from medusa_ppo.vllm_plugin.patches import pack_tied_lm_head
 from medusa_ppo.vllm_plugin.rank_agreement import together
 from medusa_ppo.vllm_plugin.registration import activate, require_active
+from medusa_ppo.vllm_plugin.second_set import begin_beside
 from medusa_ppo.vllm_plugin.speculation import feeds_itself
 from medusa_ppo.vllm_plugin.target_tables import lm_head_weight
 from medusa_ppo.vllm_plugin.transfer import read_entries
@@ -50,7 +51,7 @@ class MedusaWorker:
     """Methods that vLLM mixes into its worker class (`worker_extension_cls`)."""
 
     _medusa_ahead: tuple[str, Future[Any]] | None = None
-    """File of a feed that is being read, and what is read from it."""
+    """File of a feed whose heads are being prepared, and what comes of it."""
 
     @reports_errors
     def medusa_plugin_report(self) -> dict[str, Any]:
@@ -102,17 +103,16 @@ class MedusaWorker:
 
     @reports_errors
     def medusa_feed_ahead(self, path: str, checked: list[Any]) -> dict[str, Any]:
-        """Start reading a feed's heads beside the engine's work; `medusa_feed_heads` loads them."""
+        """Start preparing a feed's heads beside the engine's work; `medusa_feed_heads` loads
+        them.
+        """
         drafter = self._medusa_require_drafter()
-        reader = ThreadPoolExecutor(1, "medusa-ppo-heads")
-        self._medusa_ahead = path, reader.submit(drafter.read, path, Checked(*checked))
-        # The thread ends when it has read this file.
-        reader.shutdown(wait=False)
+        self._medusa_ahead = path, begin_beside(drafter.ahead(path, Checked(*checked)))
         return {}
 
     @reports_errors
     def medusa_feed_ready(self) -> dict[str, Any]:
-        """Whether that reading has finished, with or without success."""
+        """Whether that has finished, with or without success."""
         ahead = self._medusa_ahead
         return {"ready": ahead is None or ahead[1].done()}
 
@@ -126,8 +126,8 @@ class MedusaWorker:
         ahead = self._medusa_ahead
         self._medusa_ahead = None
         if not (drafter.fed and drafter.heads_checksum == checked[0]):
-            read = ahead[1].result if ahead is not None and ahead[0] == path else None
-            drafter.swap(path, int(version), Checked(*checked), read)
+            ready = ahead[1].result if ahead is not None and ahead[0] == path else None
+            drafter.swap(path, int(version), Checked(*checked), ready)
         return {
             "version": int(version),
             "checksum": drafter.heads_checksum,

@@ -21,7 +21,9 @@ from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.drafting.slots import DraftSlots, KeptDrafts
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import Uniformity, add_rollouts
-from tests.medusa_ppo.conftest import CPU
+from medusa_ppo.engines.rollout_engine import check_state
+from medusa_ppo.vllm_plugin.worker_calls import first_of
+from tests.medusa_ppo.conftest import CPU, cpu_alone
 from tests.medusa_ppo.engines.conftest import HEADS, TIED, Actor, assert_greedy
 
 # Slow, because an engine that ends in this process takes the shared engine's process groups with
@@ -211,3 +213,52 @@ def test_with_a_context_sampled_tokens_have_the_models_distribution(
     add_rollouts(wrong, actor.model, context_engine.generate(actor.prompts, sampling))
     assert right.honest and right.tokens > 3000, right.figures()
     assert not wrong.honest, wrong.figures()
+
+
+@cpu_alone
+def test_an_actor_synced_while_heads_are_prepared_is_the_one_that_they_draft_for(
+    context_engine: ColocatedEngine,
+    actor: Actor,
+    context_heads: MedusaHeads,
+    tmp_path: Path,
+) -> None:
+    """The worker's calls of a feed, with a sync between them."""
+    core = context_engine._running().llm_engine.engine_core.engine_core
+    greedy = Sampling(temperature=0.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    hidden_BD = torch.randn(
+        5, actor.model.config.hidden_size, generator=torch.Generator().manual_seed(0)
+    )
+    path = str(tmp_path / "heads")
+    save_state(path, actor.random_heads(4, kind="hydra", context=PAIRS).trainable_state())
+    found = check_state(path, "heads")
+
+    def prepare() -> None:
+        first_of(core.collective_rpc("medusa_feed_ahead", args=(path, [found.checksum])))
+        while not first_of(core.collective_rpc("medusa_feed_ready"))["ready"]:
+            pass
+
+    def load(version: int) -> list[list[int]]:
+        arguments = (path, version, [found.checksum])
+        assert first_of(core.collective_rpc("medusa_feed_heads", args=arguments))
+        said = context_engine.generate(actor.prompts[:8], greedy)
+        assert said.counters.drafts > 0
+        return context_engine.probe(hidden_BD.tolist(), list(range(5)))
+
+    state = actor.model.state_dict()
+    changed = {
+        name: tensor.flip(0) if "embed_tokens" in name else tensor for name, tensor in state.items()
+    }
+    save_state(tmp_path / "changed", changed)
+    save_state(tmp_path / "as before", state)
+    context_engine.configure(num_drafts=HEADS, sampled=False)
+    try:
+        prepare()
+        context_engine.sync_actor(tmp_path / "changed", 1)
+        fed = load(11)
+        context_engine.swap_heads(tmp_path / "heads", 12)
+        assert context_engine.probe(hidden_BD.tolist(), list(range(5))) == fed
+    finally:
+        context_engine.sync_actor(tmp_path / "as before", 2)
+        save_state(tmp_path / "first", context_heads.trainable_state())
+        context_engine.swap_heads(tmp_path / "first", 13)
+    assert context_engine.probe(hidden_BD.tolist(), list(range(5))) != fed

@@ -30,11 +30,12 @@ from medusa_ppo.feeds.feed_server import FeedServer
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.feeds.http_feed import FEED_TOKEN, open_feed
 from medusa_ppo.vllm_plugin import feed_watch, installation, self_feeding
+from medusa_ppo.vllm_plugin.confirm import fixed_inputs, fixed_sampling
 from medusa_ppo.vllm_plugin.feed_watch import FeedWatch
 from medusa_ppo.vllm_plugin.self_feeding import FEEDER
 from medusa_ppo.vllm_plugin.speculation import FEED, speculation
 from tests.medusa_ppo.conftest import cpu_alone, on_two_gpus
-from tests.medusa_ppo.engines.conftest import TIED, Actor, assert_greedy
+from tests.medusa_ppo.engines.conftest import HEADS, TIED, Actor, assert_greedy
 
 pytestmark = pytest.mark.engine
 GREEDY = Sampling(temperature=0.0, max_new_tokens=48, ignore_eos=True)
@@ -398,6 +399,46 @@ def test_heads_that_were_thrown_away_are_loaded_again(
     core.wake_up()
     engine.generate(actor.prompts[:1], GREEDY)
     assert engine.checksums()["heads"] == newest.checksum and drafter.held_version() == 1
+
+
+@cpu_alone
+def test_a_version_from_a_feed_drafts_what_a_swap_of_the_same_heads_drafts(
+    engine: ColocatedEngine,
+    actor: Actor,
+    publisher: Publisher,
+    feeding: Callable[[str], FeedWatch],
+) -> None:
+    core = core_of(engine)
+    drafter = core.model_executor.driver_worker.worker.model_runner.drafter
+    hidden_BD = torch.randn(5, drafter.hidden_size, generator=torch.Generator().manual_seed(0))
+
+    def seen() -> Any:
+        fixed = fixed_inputs(drafter.heads.config, drafter.dtype, drafter.device)
+        how = fixed_sampling(HEADS, drafter.device)
+        hidden_BnD, ids_Bn = fixed.hidden_BnD[:, -1], fixed.ids_Bn[:, -1]
+        q = drafter._core.draft(hidden_BnD, ids_Bn, HEADS, how).q
+        counters = engine.generate(actor.prompts[:8], GREEDY).counters
+        return (
+            torch.stack(q).tolist(),
+            engine.probe(hidden_BD.tolist(), [0] * 5),
+            (counters.drafts, counters.accepted),
+        )
+
+    places = [parameter.data_ptr() for parameter in drafter.heads.parameters()]
+    heads = drafter.heads
+    publisher.publish(1)
+    shutil.copy(publisher.state, publisher.folder.with_name("first"))
+    watch = feeding(str(publisher.folder))
+    take_newest(engine, actor, watch, 1)
+    fed = seen()
+    assert drafter.heads is heads
+    assert not {parameter.data_ptr() for parameter in heads.parameters()} & {*places}
+    end_feeding(core)
+    publisher.publish(2)
+    engine.swap_heads(publisher.state, 8)
+    other = seen()
+    engine.swap_heads(publisher.folder.with_name("first"), 9)
+    assert seen() == fed and other != fed
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from heads.errors import MedusaError, SwapError
 pytest.importorskip("vllm")
 
 from medusa_ppo.vllm_plugin import confirm, rank_agreement, worker_extension
+from medusa_ppo.vllm_plugin.second_set import SecondSet, begin_beside
 from medusa_ppo.vllm_plugin.worker_calls import raise_reported
 from medusa_ppo.vllm_plugin.worker_extension import MedusaWorker
 from tests.medusa_ppo.vllm_plugin.test_proposer import ProposerStep
@@ -83,8 +84,12 @@ NO_ROOM = MemoryError("no room for the file")
 REFUSED = SwapError("Not these heads.", given="a file", expected="another", do="Swap again.")
 
 
-def swapping(ranks: TwoRanks, path: Path) -> Callable[[int], Any]:
-    """A swap on ranks whose lm_head and embedding meet."""
+def swapping(ranks: TwoRanks, path: Path, ahead: str = "") -> Callable[[int], Any]:
+    """A swap on ranks whose lm_head and embedding meet.
+
+    Args:
+        ahead: "beside": a thread prepares it, where nobody meets; "late": as late as possible.
+    """
     # Not in the threads: they share torch's generator, and the ranks' tables would differ.
     steps = [ProposerStep(2, pairs=2) for _ in range(RANKS)]
     save_state(path, steps[0].proposer.heads.trainable_state())
@@ -94,29 +99,54 @@ def swapping(ranks: TwoRanks, path: Path) -> Callable[[int], Any]:
         proposer = step.proposer
         proposer._lm_head = lambda rows: ranks.product(step.logits(rows))
         proposer._core._whole_lm_head = proposer._lm_head
-        proposer._core.fused._embed = lambda ids_N: ranks.product(step.embed(ids_N))
-        proposer.swap(str(path), 3)
+        embed = lambda ids_N: ranks.product(step.embed(ids_N))  # noqa: E731
+        proposer._core._embed = proposer._core.fused._embed = embed
+        ready = proposer.ahead(str(path)) if ahead else None
+        if ahead == "beside":
+            ready = begin_beside(ready).result
+        proposer.swap(str(path), 3, ready=ready)
         return proposer.held_version()
 
     return work
 
 
+@pytest.mark.parametrize("ahead", ["", "late"])
 @pytest.mark.parametrize("place", ["", "read_state", "check_fit", "check_finite"])
 def test_heads_that_one_rank_cannot_read_stay_out_of_all(
-    ranks: TwoRanks, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: TwoRanks, place: str, ahead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from medusa_ppo.vllm_plugin import proposer
 
     if place:
         error = NO_ROOM if place == "read_state" else REFUSED
         monkeypatch.setattr(proposer, place, ranks.failing(getattr(confirm, place), error))
-    first, second = ranks.run(swapping(ranks, tmp_path / "heads"))
+    first, second = ranks.run(swapping(ranks, tmp_path / "heads", ahead))
     if not place:
         assert (first, second) == (3, 3)
         return
     assert isinstance(first, SwapError) and "Another rank" in str(first), first
     assert str(error).splitlines()[0].split(":")[0] in str(first), "it says what the other said"
     assert second is error
+
+
+def test_a_thread_prepares_heads_without_meeting_another_rank(
+    ranks: TwoRanks, tmp_path: Path
+) -> None:
+    assert ranks.run(swapping(ranks, tmp_path / "heads", "beside")) == [3, 3]
+
+
+def test_a_second_set_that_is_wrong_on_one_rank_is_taken_by_none(
+    ranks: TwoRanks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It meets the others in every product before it says so."""
+    honest = SecondSet.fault
+
+    def fault(self: SecondSet, actor: int | None) -> str:
+        return honest(self, actor) or ("head 1: wrong" if ranks.here.rank == 1 else "")
+
+    monkeypatch.setattr(SecondSet, "fault", fault)
+    for found in ranks.run(swapping(ranks, tmp_path / "heads", "late")):
+        assert isinstance(found, SwapError) and "do not draft as they should" in str(found)
 
 
 def syncing(ranks: TwoRanks, path: Path) -> Callable[[int], Any]:
