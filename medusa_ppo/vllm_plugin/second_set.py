@@ -166,6 +166,9 @@ def begin_beside(work: Callable[[], T]) -> Future[T]:
 
     def quietly() -> T:
         try:
+            # At its first use a thread takes over the number of the process, which would undo the
+            # next line.
+            torch.get_num_threads()
             torch.set_num_threads(1)
         finally:
             # At low priority it might not be heard for a while.

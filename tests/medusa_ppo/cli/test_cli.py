@@ -137,7 +137,7 @@ def test_the_demo_computes_in_what_is_faster_on_this_cpu(
         dtype,
         "mine",
         3,
-        1.0,
+        0.95,
     )
 
 

@@ -219,12 +219,24 @@ def test_a_thread_beside_the_engine_has_one_core_and_little_priority() -> None:
         own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         return torch.get_num_threads(), own
 
+    returned = threading.Event()
+
+    def seen_later() -> tuple[int, int]:
+        returned.wait()
+        return seen()
+
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(2)
     before = seen()
-    threads, priority = begin_beside(seen).result()
+    begun = begin_beside(seen_later)
+    # By then the number for later threads is what it was, and must not count for this one.
+    returned.set()
+    threads, priority = begun.result()
     assert (threads, priority) == (1, min(NICE, 19))
     assert seen() == before
     later: list[int] = []
     other = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
     other.start()
     other.join()
-    assert later == [before[0]], "threads that begin later have as many as ever"
+    torch.set_num_threads(threads_before)
+    assert later == [2], "threads that begin later have as many as ever"
