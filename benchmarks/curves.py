@@ -352,7 +352,8 @@ def panel(
 def picture(found: Sequence[Record]) -> str:
     """Rewards by step and by second, a column for each algorithm."""
     have = {name: arms for name in ALGORITHMS if (arms := by_arm(found, name))[WITH]}
-    seeds = max(len(arms[WITH]) for arms in have.values())
+    counts = {len(arms[WITH]) for arms in have.values()}
+    seeds = " to ".join(map(str, sorted({min(counts), max(counts)})))
     title = f"Reward with and without the plugin: means and ranges of {seeds} seeds"
     width = max(LEAST_WIDTH, LEFT + (PANEL + GAP) * len(have))
     shapes = [text(12, 20, title, 'font-weight="bold"')]
