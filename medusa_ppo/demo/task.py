@@ -7,14 +7,14 @@ generator draws until the text belongs to its own split.
 
 The text to pretrain on may hold *slips*: a correct solution whose answer is the result before the
 last step, as when people forget the last sentence. A model trained on it can solve the problems but
-answers wrongly at the rate of the slips, which PPO then removes.
+answers wrongly at the rate of the slips, which PPO can lower.
 
 It also holds two ways to write each of three parts of a step: its opening (a word, or its number),
 its sum (in the middle of a sentence, or behind a mark), and its end (nothing, or the result once
-more). Every part is drawn for itself, and most are loose ones. The reward (`graded_lines`) pays for
-right answers and for parts that a program can check, as people reward real actors for a format that
-their checks can read. So PPO changes the wording of all of a response, and heads that were trained
-on the old wording go stale. Each line has a reward of its own, as from a reward model that judges
+more). Every part is drawn for itself; at first a program can check few of them. The reward
+(`graded_lines`) pays for right answers and for parts that can be checked, as people reward real
+actors for a format that their checks can read. So PPO changes the wording throughout a response,
+and heads that were trained on the old wording fall behind. Each line has a reward of its own, as from a reward model that judges
 steps.
 """
 
