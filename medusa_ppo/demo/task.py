@@ -14,8 +14,8 @@ its sum (in the middle of a sentence, or behind a mark), and its end (nothing, o
 more). Every part is drawn for itself; at first a program can check few of them. The reward
 (`graded_lines`) pays for right answers and for parts that can be checked, as people reward real
 actors for a format that their checks can read. So PPO changes the wording throughout a response,
-and heads that were trained on the old wording fall behind. Each line has a reward of its own, as from a reward model that judges
-steps.
+and heads that were trained on the old wording fall behind. Each line has a reward of its own, as
+from a reward model that judges steps.
 """
 
 from __future__ import annotations
