@@ -14,7 +14,7 @@ Shape letters: B fixed rows, D hidden, V vocabulary, K heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -429,6 +429,21 @@ def fingerprint(heads: MedusaHeads) -> list[int]:
     whether the right ones arrived, and later whether memory was thrown away.
     """
     return sums_of_bits(heads.trainable_views().values())
+
+
+def find_damage(heads: MedusaHeads, sums: Sequence[int]) -> str:
+    """Which weights in memory have another checksum than those in `sums`, in the order of
+    `fingerprint`; empty if none has.
+    """
+    held = fingerprint(heads)
+    return next(
+        (
+            f"{name} does not read back"
+            for name, there, sent in zip(heads.trainable_views(), held, sums, strict=True)
+            if there != sent
+        ),
+        "",
+    )
 
 
 def sums_of_bits(tensors: Iterable[torch.Tensor]) -> list[int]:

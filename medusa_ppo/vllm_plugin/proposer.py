@@ -58,6 +58,7 @@ from medusa_ppo.vllm_plugin.confirm import (
     ReadHeads,
     check_finite,
     check_fit,
+    find_damage,
     find_difference,
     fingerprint,
     fixed_inputs,
@@ -805,15 +806,7 @@ class MedusaProposer(Drafter):
         self._forget_pairs()
         self.chooser.heads_changed()
         self._refresh_vocabulary()
-        held = fingerprint(heads)
-        fault = next(
-            (
-                f"{name} does not read back"
-                for name, there, sent in zip(heads.trainable_views(), held, new.sums, strict=True)
-                if there != sent
-            ),
-            "",
-        )
+        fault = find_damage(heads, new.sums)
         # Always: with tensor parallelism the probe is a collective.
         fault = self._probe_swap(new.state) or fault
         if not agreed_by_all(not fault):

@@ -26,8 +26,8 @@ from medusa_ppo.drafting.products import EMBED, WEIGHT, ChosenIds, DraftVocabula
 from medusa_ppo.vllm_plugin.confirm import (
     Plain,
     ReadHeads,
+    find_damage,
     find_difference_of_logits,
-    fingerprint,
     fixed_inputs,
     given_tokens,
     plain_logprobs,
@@ -97,18 +97,12 @@ class SecondSet:
             self.heads, lm_head, order.packed, order.count, order.with_embedding
         )
         self.checksum = read.checksum
-        self.sums = fingerprint(self.heads)
+        self.sums = read.sums
         self.untrained = self.heads.untrained
-        names = self.heads.trainable_views()
-        wrong = [
-            name
-            for name, there, sent in zip(names, self.sums, read.sums, strict=True)
-            if there != sent
-        ]
-        if wrong:
+        if damage := find_damage(self.heads, read.sums):
             raise SwapError(
                 "The new heads were not read into memory as they are; the serving ones stay.",
-                given=f"{wrong[0]} does not read back",
+                given=damage,
                 expected="the file's values",
                 do="Look for faults of this machine's memory.",
             )

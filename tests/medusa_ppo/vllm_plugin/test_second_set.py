@@ -4,6 +4,7 @@ over the old ones, to the bit, whatever happened to the actor meanwhile.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -211,7 +212,9 @@ def test_a_draft_vocabulary_is_chosen_again_as_by_a_swap(
     assert target_tables.lm_head_weight(fed._target, V) is not None, "the thread has read it"
 
 
-def test_a_thread_beside_the_engine_has_one_core_and_little_priority() -> None:
+def test_a_thread_beside_the_engine_has_one_core_and_little_priority(
+    request: pytest.FixtureRequest,
+) -> None:
     import os
     import threading
 
@@ -225,7 +228,7 @@ def test_a_thread_beside_the_engine_has_one_core_and_little_priority() -> None:
         returned.wait()
         return seen()
 
-    threads_before = torch.get_num_threads()
+    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
     torch.set_num_threads(2)
     before = seen()
     begun = begin_beside(seen_later)
@@ -238,5 +241,4 @@ def test_a_thread_beside_the_engine_has_one_core_and_little_priority() -> None:
     other = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
     other.start()
     other.join()
-    torch.set_num_threads(threads_before)
     assert later == [2], "threads that begin later have as many as ever"
