@@ -212,11 +212,15 @@ def test_a_draft_vocabulary_is_chosen_again_as_by_a_swap(
     assert target_tables.lm_head_weight(fed._target, V) is not None, "the thread has read it"
 
 
+@pytest.mark.parametrize("in_a_worker", [False, True])
 def test_a_thread_beside_the_engine_has_one_core_and_little_priority(
-    request: pytest.FixtureRequest,
+    in_a_worker: bool, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import os
     import threading
+
+    def skipped(threads: int) -> None:
+        """What vLLM's worker on a CPU puts in the place of torch's function."""
 
     def seen() -> tuple[int, int]:
         own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
@@ -228,8 +232,11 @@ def test_a_thread_beside_the_engine_has_one_core_and_little_priority(
         returned.wait()
         return seen()
 
-    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
-    torch.set_num_threads(2)
+    # An engine within this process may have replaced torch's function already.
+    set_num_threads = torch._C.set_num_threads
+    request.addfinalizer(functools.partial(set_num_threads, torch.get_num_threads()))
+    set_num_threads(2)
+    monkeypatch.setattr(torch, "set_num_threads", skipped if in_a_worker else set_num_threads)
     before = seen()
     begun = begin_beside(seen_later)
     # By then the number for later threads is what it was, and must not count for this one.
