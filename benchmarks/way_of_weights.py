@@ -3,9 +3,10 @@ file in memory; the engine's own loading comes on top of each.
 
     python benchmarks/way_of_weights.py [--gib 2] [--rounds 3]
 
-The file way writes the file, checks it (once for all engines) and confirms it in each engine; a
-server over HTTP does the same. The broadcast goes from one process to another over gloo. Hashes and
-other checksums of the same tensors are shown for comparison.
+The file way writes the file, summing its pages meanwhile, and confirms it in each engine; a server
+over HTTP does the same. A file that somebody else wrote is checked first, once for all engines. The
+broadcast goes from one process to another over gloo. Hashes and other checksums of the same tensors
+are shown for comparison.
 """
 
 from __future__ import annotations
@@ -18,12 +19,11 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import torch
 
-from heads.tensorfile import StateWriter, checksum, crc, is_finite, load_state, sha256_of
+from heads.tensorfile import checksum, crc, is_finite, load_state, sha256_of, write_summed
 from medusa_ppo.contract.status import Checked
 from medusa_ppo.runtime.rendezvous import LOOPBACK
 from medusa_ppo.vllm_plugin.confirm import read_state
@@ -43,14 +43,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="medusa-ppo-bench-") as name:
         file = Path(name) / "actor.safetensors"
         entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
-        stream = ActorStream(entries, state.items, partial(write, state), BUCKET_BYTES)
-        stream.write(file)
-        found = Checked(checksum(state))
+        stream = ActorStream(
+            entries,
+            state.items,
+            lambda path, over: write_summed(path, entries, state.items(), over),
+            BUCKET_BYTES,
+        )
+        found = Checked(stream.write(file, None))
         parts: dict[str, Callable[[], object]] = {
             "one copy in memory": lambda: shutil.copyfile(file, file.with_suffix(".copy")),
-            "file: write": lambda: stream.write(file),
-            "file: check, once for all engines": lambda: read_state(file, "the actor"),
+            "file: write over that of an earlier sync": lambda: stream.write(
+                file, file.rename(file.with_suffix(".earlier"))
+            ),
             "file: confirm, in an engine": lambda: read_state(file, "the actor", found),
+            "(write a new file)": lambda: stream.write(file, None),
+            "(check of a file of unknown origin)": lambda: read_state(file, "the actor"),
             "broadcast": lambda: broadcast(stream),
             "(page sums)": lambda: checksum(load_state(file, finite=True)),
             "(finite)": lambda: all(map(is_finite, state.values())),
@@ -69,14 +76,7 @@ def main() -> None:
         )
         for part, found_s in seconds.items():
             middle = statistics.median(found_s)
-            sys.stdout.write(f"{part:36} {middle:7.3f} s   {middle / copy_s:5.2f} copies\n")
-
-
-def write(state: dict[str, torch.Tensor], path: Path) -> None:
-    entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
-    with StateWriter(path, entries) as writer:
-        for name, tensor in state.items():
-            writer.put(name, tensor)
+            sys.stdout.write(f"{part:40} {middle:7.3f} s   {middle / copy_s:5.2f} copies\n")
 
 
 def broadcast(stream: ActorStream) -> None:

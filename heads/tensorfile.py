@@ -14,7 +14,7 @@ import os
 import stat
 import tempfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -56,22 +56,51 @@ def save_state(path: str | Path, state: Mapping[str, torch.Tensor]) -> None:
             writer.put(name, tensor)
 
 
+def write_summed(
+    path: str | Path,
+    entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    over: Path | None = None,
+) -> str:
+    """Write tensors that come in any order, see `StateWriter`; returns the `checksum` that the file
+    must have. Taken from memory, it shows damage by the writing, too.
+    """
+    with StateWriter(path, entries, over=over, summed=True) as writer:
+        for name, tensor in tensors:
+            writer.put(name, tensor)
+    return joint_checksum(writer.digests)
+
+
 class StateWriter:
     """Writes a safetensors file tensor by tensor, in any order, so that the whole state is never in
     memory. A context manager.
 
     The complete file appears when the block succeeds.
+
+    Attributes:
+        digests: `tensor_digest` of each tensor that was written, if they are `summed`.
     """
 
     def __init__(
-        self, path: str | Path, entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
+        self,
+        path: str | Path,
+        entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        *,
+        over: Path | None = None,
+        summed: bool = False,
     ) -> None:
         """
         Args:
             path: where the file goes.
             entries: dtype and shape of every tensor to be written.
+            over: a file that nobody reads, on the same file system, which becomes this one. In
+                memory that is faster than a new file, whose pages have to be found and cleared.
+            summed: the tensors' digests are needed.
         """
         self.path = Path(path)
+        self._over = over
+        self.digests = dict[str, str]()
+        self._summed = summed
         self._entries = entries
         self._waiting = set(entries)
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -95,9 +124,12 @@ class StateWriter:
 
     def __enter__(self) -> StateWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        handle, self._temporary = tempfile.mkstemp(
-            prefix=f".{self.path.name}.new-", dir=self.path.parent
-        )
+        if self._over is None:
+            handle, self._temporary = tempfile.mkstemp(
+                prefix=f".{self.path.name}.new-", dir=self.path.parent
+            )
+        else:
+            handle, self._temporary = os.open(self._over, os.O_WRONLY), str(self._over)
         self._file = os.fdopen(handle, "wb")
         try:
             self._file.write(self._header)
@@ -126,6 +158,8 @@ class StateWriter:
         require_finite({name: tensor}, "the state to save")
         self._file.seek(len(self._header) + self._starts[name])
         self._file.write(_bytes(tensor))
+        if self._summed:
+            self.digests[name] = tensor_digest(name, tensor)
         self._waiting.remove(name)
 
     def __exit__(

@@ -80,8 +80,8 @@ class CompanionStatus:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of reading and checking a whole file of weights: it is sound and finite, and has
-    this `heads.tensorfile.checksum`, by which later readers confirm its bytes.
+    """What is known of a whole file of weights that was checked, while it was read or written: it
+    is finite, and has this `heads.tensorfile.checksum`, by which later readers confirm its bytes.
     """
 
     checksum: str

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from heads.errors import RunError, SwapError
-from heads.tensorfile import StateWriter
+from heads.tensorfile import write_summed
 from medusa_ppo.actors.actor_view import SpreadActor
 from medusa_ppo.actors.hf import DTYPES, Actor, embedding_weight, lm_head_weight
 from medusa_ppo.actors.vision import tower_of
@@ -123,12 +123,11 @@ class BroadcastPool(EnginePool):
         has changed since.
         """
         file = self._new_file(f"actor-{self.policy_version}")
-        stream.write(file)
-        found = base.check_state(file, "the actor's weights")
+        written = stream.write(file, None)
         # The loop may have stepped the actor since; an engine with those weights would be one
         # version ahead.
-        if found.checksum != self._sent:
-            given = f"{found.checksum[:16]} instead of {self._sent[:16]}"
+        if written != self._sent:
+            given = f"{written[:16]} instead of {self._sent[:16]}"
             raise RunError(
                 "The actor has changed since it was sent.",
                 given=given,
@@ -136,7 +135,7 @@ class BroadcastPool(EnginePool):
                 do="Sync it.",
             )
         # A new mapping, since others may be iterating over the old one.
-        self._kept = self._kept | {"actor": (file, self.policy_version, found)}
+        self._kept = self._kept | {"actor": (file, self.policy_version, Checked(written))}
 
     def _check(self, header: dict[str, Any]) -> tuple[list[Seat], list[list[str]]]:
         """The engines that can take it, and the devices of their ranks' weights. Raises SwapError
@@ -258,6 +257,8 @@ class ActorSync:
         self.nbytes = 0
         self.collect_s = 0.0
         self._folder = OwnedFolder("medusa-ppo-actor-", shared_memory=True)
+        # They are kept because overwriting one takes a third of the time of a new one.
+        self._files: list[Path] = []
 
     def __call__(
         self, actor: Actor, version: int, wake: Callable[[], None] | None = None
@@ -289,16 +290,29 @@ class ActorSync:
                 logger.warning(
                     "Sending actor %d to the engines as a file instead. %s", version, error
                 )
-        path = self._folder.path / "actor.safetensors"
+        path = self._folder.path / f"actor-{version}-{time.monotonic_ns()}.safetensors"
         began = time.perf_counter()
-        stream.write(path)
+        written = Checked(stream.write(path, self._unread_file()))
         self.collect_s = time.perf_counter() - began
         if wake is not None:
             wake()
         try:
-            return self._engine.sync_actor(str(path), version)
-        finally:
+            receipt = self._engine.sync_actor(str(path), version, written)
+        except BaseException:
+            # An engine may still read it.
             path.unlink(missing_ok=True)
+            raise
+        self._files.append(path)
+        return receipt
+
+    def _unread_file(self) -> Path | None:
+        """A file of an earlier sync, to be overwritten; None if there is none without a reader."""
+        for path in self._files:
+            # A pool has a name of its own for a file that late engines may read.
+            if path.stat().st_nlink == 1:
+                self._files.remove(path)
+                return path
+        return None
 
     def _timed(
         self, tensors: Iterable[tuple[str, torch.Tensor]]
@@ -340,10 +354,8 @@ def actor_stream(
         }
         tensors = state.items
 
-    def write(path: Path) -> None:
-        with StateWriter(path, entries) as writer:
-            for name, tensor in tensors():
-                writer.put(name, tensor)
+    def write(path: Path, over: Path | None) -> str:
+        return write_summed(path, entries, tensors(), over)
 
     return ActorStream(entries, tensors, write, bucket_bytes)
 

@@ -50,13 +50,14 @@ class ActorStream:
     Attributes:
         entries: dtype and shape of every tensor, by its name in the checkpoint.
         tensors: starts a pass over them, in any order, of any dtype and device.
-        write: writes them to a file, for engines that start late.
+        write: writes them to a file, for engines that start late, over another one if there is
+            one (`heads.tensorfile.write_summed`); returns the `checksum` that it must have.
         bucket_bytes: bytes sent at a time, but at least one tensor.
     """
 
     entries: Entries
     tensors: Callable[[], Iterable[tuple[str, Tensor]]]
-    write: Callable[[Path], None]
+    write: Callable[[Path, Path | None], str]
     bucket_bytes: int
 
     def header(self) -> Header:

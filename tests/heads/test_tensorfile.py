@@ -20,6 +20,7 @@ from heads.tensorfile import (
     load_state,
     read_header,
     save_state,
+    write_summed,
 )
 
 STATE = {
@@ -54,6 +55,27 @@ def test_tensors_are_cast_to_what_was_announced(tmp_path: Path) -> None:
     assert torch.equal(
         load_state(tmp_path / "state")["x"], torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
     )
+
+
+def test_the_sum_of_what_is_written_is_that_of_what_is_read(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    given = {
+        **STATE,
+        "cast": torch.randn(3, PAGE - 1, generator=generator),
+        "turned": torch.randn(PAGE, 7, generator=generator).T,
+        "shifted": torch.randn(PAGE + 9, generator=generator)[1:],
+    }
+    entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in given.items()}
+    entries["cast"] = (torch.bfloat16, (3, PAGE - 1))
+    path = tmp_path / "state"
+    written = write_summed(path, entries, reversed(given.items()))
+    found = load_state(path)
+    assert all(torch.equal(found[name], t.to(entries[name][0])) for name, t in given.items())
+    assert written == checksum(found)
+    data = bytearray(path.read_bytes())
+    data[-PAGE] ^= 1
+    path.write_bytes(data)
+    assert written != checksum(load_state(path))
 
 
 @pytest.mark.parametrize(

@@ -437,7 +437,7 @@ class MegatronLearner(PPOLearner):
         config.save_pretrained(folder)
         with contextlib.suppress(OSError):  # Not every checkpoint has one.
             GenerationConfig.from_pretrained(self._path).save_pretrained(folder)
-        actor_stream(self.actor).write(folder / "model.safetensors")
+        actor_stream(self.actor).write(folder / "model.safetensors", None)
         if self._reader is not None:
             self._reader.save(folder)
 

@@ -19,7 +19,7 @@ import torch
 
 from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError, EngineError, RunError, SwapError
-from heads.tensorfile import checksum
+from heads.tensorfile import checksum, write_summed
 from medusa_ppo.actors.actor_view import SpreadActor
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
@@ -116,7 +116,9 @@ def state_of(value: float) -> dict[str, torch.Tensor]:
 
 def stream_of(state: Mapping[str, torch.Tensor]) -> ActorStream:
     entries = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
-    return ActorStream(entries, state.items, lambda path: save_state(path, state), bucket_bytes=64)
+    return ActorStream(
+        entries, state.items, lambda path, _: write_summed(path, entries, state.items()), 64
+    )
 
 
 @pytest.fixture
@@ -431,7 +433,7 @@ def test_a_broken_broadcast_is_mended_by_a_file(
         stream = actor_stream(new, torch.float32, 1)
         with pytest.raises(SwapError, match="ends here"):
             pool.stream_actor(ActorStream(stream.entries, half, stream.write, 1), 1)
-        file = sync._folder.path / "actor.safetensors"
+        file = sync._folder.path / "state.safetensors"
         save_state(file, state)
         receipt = pool.sync_actor(file, 2)
     by_file = tokens(pool, actor.prompts[:8])

@@ -716,6 +716,22 @@ def test_a_file_that_was_checked_elsewhere_is_confirmed_not_checked_again(
     )
 
 
+def test_nothing_reads_the_file_of_an_actor_after_its_sync(
+    engine: ColocatedEngine, actor: Actor, tmp_path: Path
+) -> None:
+    """The next actor overwrites it while this one generates."""
+    file = tmp_path / "actor"
+    save_state(file, actor.model.state_dict())
+    engine.sync_actor(file, 1)
+    before = tokens(engine.generate(actor.prompts[:8], GREEDY))
+    size = file.stat().st_size
+    with file.open("r+b") as overwritten:
+        overwritten.write(b"\xff" * size)
+    assert file.stat().st_size == size
+    assert engine._forget_prompts()
+    assert tokens(engine.generate(actor.prompts[:8], GREEDY)) == before
+
+
 def drafter_of(engine: ColocatedEngine) -> object:
     return engine._llm.llm_engine.model_executor.driver_worker.worker.model_runner.drafter
 

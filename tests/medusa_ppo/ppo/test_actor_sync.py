@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from heads.errors import SwapError
+from heads.tensorfile import checksum, load_state
 from medusa_ppo.engines.actor_sync import ActorSync, actor_state, actor_stream
 
 
@@ -36,9 +37,7 @@ def test_the_engine_gets_the_weights_and_the_version(tiny_actor, sampling_engine
     with ActorSync(engine) as sync:
         assert sync(actor, 7).version == 7
         folder = sync._folder.path
-        assert folder.is_dir() and not list(folder.glob("*.safetensors")), (
-            "the file goes as soon as the engine has read it"
-        )
+        assert len(list(folder.glob("*.safetensors"))) == 1
     assert not folder.exists()
     ids = torch.tensor([[1, 2, 3]])
     torch.testing.assert_close(engine.actor(ids).logits, actor(ids).logits, rtol=0, atol=0)
@@ -53,17 +52,21 @@ def test_an_engine_wakes_when_the_file_is_there(
     events = []
     engine = sampling_engine(tiny_actor())
     with ActorSync(engine) as sync:
-        file = sync._folder.path / "actor.safetensors"
+        folder = sync._folder.path
         monkeypatch.setattr(engine, "streams", streams, raising=False)
 
         def take(given, version, checked=None):
             events.append("taken")
-            if given != str(file):
+            if not isinstance(given, str):
                 raise SwapError("not as a stream")
 
         monkeypatch.setattr(engine, "stream_actor", take, raising=False)
         monkeypatch.setattr(engine, "sync_actor", take)
-        sync(tiny_actor(), 1, lambda: events.append(f"woken, file {file.is_file()}"))
+        sync(
+            tiny_actor(),
+            1,
+            lambda: events.append(f"woken, file {any(folder.glob('*.safetensors'))}"),
+        )
     assert events == (
         ["woken, file False", "taken", "taken"] if streams else ["woken, file True", "taken"]
     )
@@ -74,7 +77,7 @@ def test_a_failing_engine_leaves_no_file(
 ):
     engine = sampling_engine(tiny_actor())
 
-    def refuse(path, version):
+    def refuse(path, version, checked):
         raise SwapError("no")
 
     monkeypatch.setattr(engine, "sync_actor", refuse)
@@ -82,3 +85,41 @@ def test_a_failing_engine_leaves_no_file(
         with pytest.raises(SwapError):
             sync(tiny_actor(), 1)
         assert not list(sync._folder.path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_file_without_readers_is_overwritten_and_no_other(
+    tiny_actor, sampling_engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, linked: bool
+):
+    """Linked: as by a pool, which lets a file go when it has the next one."""
+    engine = sampling_engine(tiny_actor())
+    taken = engine.sync_actor
+    files: list[int] = []
+    kept: list[Path] = []
+    sums: list[str] = []
+
+    def take(path, version, checked):
+        receipt = taken(path, version, checked)
+        assert checksum(load_state(path)) == checked.checksum
+        files.append(Path(path).stat().st_ino)
+        sums.append(checked.checksum)
+        if linked:
+            kept.append(Path(f"{path}.kept"))
+            kept[-1].hardlink_to(path)
+        return receipt
+
+    monkeypatch.setattr(engine, "sync_actor", take)
+    actor = tiny_actor()
+    with ActorSync(engine) as sync:
+        for version in range(1, 6):
+            with torch.no_grad():
+                actor.get_input_embeddings().weight.add_(0.1)
+            sync(actor, version)
+            if linked:
+                assert checksum(load_state(kept[-1])) == sums[-1]
+                if version > 1:
+                    assert checksum(load_state(kept[-2])) == sums[-2]
+                    kept[-2].unlink()
+    assert len(set(sums)) == 5
+    assert files == [files[version % 2] if linked else files[0] for version in range(5)]
+    assert len(set(files)) == (2 if linked else 1)

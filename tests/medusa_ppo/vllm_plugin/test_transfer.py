@@ -47,7 +47,7 @@ def stream_of(
     return ActorStream(
         entries,
         lambda: state.items() if tensors is None else tensors,
-        lambda path: None,
+        lambda path, _: "",
         bucket_bytes=100,
     )
 
