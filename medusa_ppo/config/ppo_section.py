@@ -181,9 +181,9 @@ class PPOConfig(Section):
     """
     reward: Text = "medusa_ppo.ppo.rewards:exact_answer"
     """What judges a response: a Python function `module:function`, or the folder or hub name of a
-    reward model. A response counts as right if its reward is at least 1, or at least the function's
-    attribute `correct_from`. Set it to your own reward unless answers are compared with
-    data.answer_column.
+    reward model. A response counts as right if its reward (with ppo.step_separator that of one of
+    its steps) is at least 1, or at least the function's attribute `correct_from`. Set it to your
+    own reward unless answers are compared with data.answer_column.
     """
     reward_processes: Count | None = None
     """Separate processes that call the reward function, each for one response at a time; null: the

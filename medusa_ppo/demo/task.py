@@ -9,13 +9,13 @@ The text to pretrain on may hold *slips*: a correct solution whose answer is the
 last step, as when people forget the last sentence. A model trained on it can solve the problems but
 answers wrongly at the rate of the slips, which PPO can lower.
 
-It also holds two ways to write each of three parts of a step: its opening (a word, or its number),
-its sum (in the middle of a sentence, or behind a mark), and its end (nothing, or the result once
-more). Every part is drawn for itself; at first a program can check few of them. The reward
-(`graded_lines`) pays for right answers and for parts that can be checked, as people reward real
-actors for a format that their checks can read. So PPO changes the wording throughout a response,
-and heads that were trained on the old wording fall behind. Each line has a reward of its own, as
-from a reward model that judges steps.
+It also holds two ways to write each of four parts of a step: its opening (a word, or its number),
+its sum (in the middle of a sentence, or behind a mark), the units within it (left out, or stated),
+and its end (nothing, or the result once more). Every part is drawn for itself; at first a program
+can check few of them. The reward (`graded_lines`) pays for right answers and for parts that can be
+checked, as people reward real actors for a format that their checks can read. So PPO changes the
+wording throughout a response, and heads that were trained on the old wording fall behind. Each line
+has a reward of its own, as from a reward model that judges steps.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ CHECK_MARK = "To check:"
 """Precedes a sum that can be checked."""
 
 CHECKED_WORTH = 0.9
-"""Reward of a response of which every part can be checked; a right answer is worth 1, and alone
+"""Reward of a step of which every part can be checked. A right answer is worth 1, so it alone
 decides whether a response is right.
 """
+_PARTS = 4
+"""Parts of a step that may be checked."""
 
 SPLITS = ("pretrain", "train", "eval")
 """The pretraining text, the questions for PPO, and the questions that nothing trains on.
@@ -117,8 +119,10 @@ makes drafting work.
 """
 _GOING_ON = "and this is what we go on with:"
 """Follows a sum, and precedes its result where that is stated once more."""
-_SUM = re.compile(rf"({re.escape(CHECK_MARK)}|{_THEREFORE}) (\d+) ([-+]) (\d+) = (\d+)\b")
-"""The sum of a step, and what precedes it."""
+_SUM = re.compile(
+    rf"({re.escape(CHECK_MARK)}|{_THEREFORE}) (\d+)( \w+)? ([-+]) (\d+)( \w+)? = (\d+)( \w+)"
+)
+"""The sum of a step with its units, and what precedes it."""
 _RESULT = re.compile(rf"{_GOING_ON} (\d+)\.$")
 """The result at the end of a step."""
 _ORDER = ("First", "Then", "Finally")
@@ -205,40 +209,56 @@ def demo_rows(split: str = "train", seed: int = 0, limit: int = 1024) -> list[di
 
 
 def graded(prompt: str, response: str, row: dict[str, Any]) -> float:
-    """The same as `graded_lines` in one number, for algorithms without a critic."""
-    return sum(graded_lines(prompt, response, row))
+    """`graded_lines` in one number, for algorithms without a critic: the answer's reward, and the
+    mean of the steps'.
+    """
+    steps, answers = _split(response)
+    earned = [_worth(step, number) for number, step in enumerate(steps, start=1)]
+    return _answer_worth(response, row, answers) + sum(earned) / max(1, len(earned))
 
 
 def graded_lines(prompt: str, response: str, row: dict[str, Any]) -> list[float]:
     """The demo's reward, for each line that is not blank (`ppo.step_separator`): 1 for a right
-    answer, and up to CHECKED_WORTH in all for parts of steps that can be checked.
+    answer, and up to CHECKED_WORTH for each step, by the share of its parts that can be checked.
 
-    A step is a line before the answer. Its three parts are its number, a sum behind the mark that
-    is right, and the result of its sum once more.
+    A step is a line before the answer; those beyond the steps of the row's solution earn nothing.
+    Its four parts are its number, a sum behind the mark that is right, the units of that sum, and
+    its result once more.
     """
-    lines = [line for line in response.split("\n") if line.strip()]
-    steps = list(itertools.takewhile(lambda line: ANSWER_MARK not in line, lines))
+    steps, answers = _split(response)
+    asked, _ = _split(row["solution"])
     earned = [
-        CHECKED_WORTH * _parts_checked(step.strip(), number) / (3 * len(steps))
+        _worth(step, number) if number <= len(asked) else 0.0
         for number, step in enumerate(steps, start=1)
     ]
-    if len(steps) < len(lines):
-        right = response.partition(ANSWER_MARK)[2].strip() == row["answer"]
-        earned.append(float(right))
+    if answers:
+        earned.append(_answer_worth(response, row, answers))
     # A blank response is one step, too; what follows the answer earns nothing.
-    return earned + [0.0] * (max(1, len(lines)) - len(earned))
+    return earned + [0.0] * (max(1, len(steps) + len(answers)) - len(earned))
 
 
-def _parts_checked(step: str, number: int) -> int:
-    """How many of the three parts of a step can be checked, and are right."""
+def _split(response: str) -> tuple[list[str], list[str]]:
+    """The lines of a response that are not blank: its steps, and what begins with the answer."""
+    lines = [line.strip() for line in response.split("\n") if line.strip()]
+    steps = list(itertools.takewhile(lambda line: ANSWER_MARK not in line, lines))
+    return steps, lines[len(steps) :]
+
+
+def _answer_worth(response: str, row: dict[str, Any], answers: list[str]) -> float:
+    return float(bool(answers) and response.partition(ANSWER_MARK)[2].strip() == row["answer"])
+
+
+def _worth(step: str, number: int) -> float:
+    """What a step earns, by the parts that can be checked and are right."""
     parts = int(step.startswith(_number(number)))
-    if (total := _SUM.search(step)) is None:
-        return parts
-    mark, left, sign, right, result = total.groups()
-    signed = int(right) if sign == "+" else -int(right)
-    parts += mark == CHECK_MARK and int(left) + signed == int(result)
-    again = _RESULT.search(step)
-    return parts + (again is not None and again.group(1) == result)
+    if (total := _SUM.search(step)) is not None:
+        mark, left, left_unit, sign, right, right_unit, result, unit = total.groups()
+        signed = int(right) if sign == "+" else -int(right)
+        parts += mark == CHECK_MARK and int(left) + signed == int(result)
+        parts += left_unit == right_unit == unit
+        again = _RESULT.search(step)
+        parts += again is not None and again.group(1) == result
+    return CHECKED_WORTH * parts / _PARTS
 
 
 def _draw(
@@ -259,7 +279,7 @@ def _draw(
     ]
     clauses.append("How many {things} does {name} have now?".format(**words))
     lines = [
-        _line(number, step, words, [wording.random() < checked_rate for _ in range(3)])
+        _line(number, step, words, [wording.random() < checked_rate for _ in range(_PARTS)])
         for number, step in enumerate(steps)
     ]
     answer = steps[-2].result if slipped else steps[-1].result
@@ -282,12 +302,14 @@ def _line(number: int, step: _ProblemStep, words: dict[str, str], checked: list[
 
     Args:
         number: from 0.
-        checked: which parts can be checked: opening, sum, end.
+        checked: which parts can be checked: opening, sum, units, end.
     """
-    numbered, marked, restated = checked
+    numbered, marked, with_units, restated = checked
     opening = _number(number + 1) if numbered else _ORDER[number]
     clause = step.clause.text.format(**words, n=step.operand)
-    total = f"{step.left} {step.clause.sign} {step.operand} = {step.result} {words['things']}"
+    unit = f" {words['things']}"
+    within = unit if with_units else ""
+    total = f"{step.left}{within} {step.clause.sign} {step.operand}{within} = {step.result}{unit}"
     before = f". {CHECK_MARK}" if marked else f", {_THEREFORE}"
     end = f", {_GOING_ON} {step.result}." if restated else "."
     return f"{opening} {clause}{before} {total}{end}"

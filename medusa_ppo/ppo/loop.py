@@ -405,7 +405,7 @@ class PPOLoop:
 
     def _reward_metrics(self, rewards: torch.Tensor) -> Metrics:
         rewards_S = rewards.sum(dim=1) if rewards.dim() == 2 else rewards
-        correct_S = self.reward.correct(rewards_S)
+        correct_S = self.reward.correct(rewards)
         known = {} if correct_S is None else {names.CORRECT_FRAC: correct_S.float().mean().item()}
         ppo = self.config.ppo
         counted = {}

@@ -34,7 +34,8 @@ from medusa_ppo.runtime.data import Row, template_fields
 logger = logging.getLogger(__name__)
 
 RIGHT_FROM = 1.0
-"""A response counts as right from this reward on, unless the function has its own `correct_from`.
+"""A response counts as right from this reward on, unless the function has its own `correct_from`;
+with rewards for steps, if one of its steps earns it.
 """
 REWARD_BATCH = 4
 """Responses per forward pass of a reward model, always: a different number might use different
@@ -70,8 +71,12 @@ class RewardSource(ABC):
         rewards.
         """
 
-    def correct(self, scores_S: Tensor) -> Tensor | None:
-        """bool_S, the response has the right answer; None if the source doesn't know."""
+    def correct(self, rewards: Tensor) -> Tensor | None:
+        """bool_S, the response has the right answer; None if the source doesn't know.
+
+        Args:
+            rewards: rewards_S, or rewards_SR of steps, of which the largest counts.
+        """
         return None
 
     def close(self) -> None:  # noqa: B027
@@ -107,7 +112,8 @@ class CallableReward(RewardSource):
         ]
         return torch.tensor(found, dtype=torch.float32)
 
-    def correct(self, scores_S: Tensor) -> Tensor | None:
+    def correct(self, rewards: Tensor) -> Tensor | None:
+        scores_S = rewards.amax(dim=1) if rewards.dim() == 2 else rewards
         return scores_S >= self._correct_from
 
     def score_steps(

@@ -23,7 +23,7 @@ from medusa_ppo.demo.task import (
 )
 from medusa_ppo.ppo.rewards import exact_answer
 
-_SUM = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+) ")
+_SUM = re.compile(r"(\d+)(?: \w+)? ([-+*]) (\d+)(?: \w+)? = (\d+) ")
 _OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
 
 
@@ -115,7 +115,7 @@ def test_the_first_part_of_the_training_has_no_slips() -> None:
 
 
 def test_parts_that_can_be_checked_come_at_their_rate_and_say_the_same() -> None:
-    numbered = marked = restated = steps = 0
+    numbered = marked = with_units = restated = steps = 0
     for index in range(400):
         plain = problem(index, 7)
         checked = problem(index, 7, checked_rate=0.25)
@@ -125,46 +125,56 @@ def test_parts_that_can_be_checked_come_at_their_rate_and_say_the_same() -> None
         steps += len(lines)
         numbered += sum(line.startswith("Step ") for line in lines)
         marked += sum(CHECK_MARK in line for line in lines)
+        with_units += sum(re.search(r"\d (\w+) [-+] \d+ \1 =", line) is not None for line in lines)
         restated += sum("go on with" in line for line in lines)
-    for parts in (numbered, marked, restated):
+    for parts in (numbered, marked, with_units, restated):
         assert 0.2 < parts / steps < 0.3
 
 
 def test_the_reward_reads_the_task_s_own_text() -> None:
     for index in range(100):
-        for rate, expected in ((0.0, 1.0), (1.0, 1.0 + CHECKED_WORTH)):
+        for rate, worth in ((0.0, 0.0), (1.0, CHECKED_WORTH)):
             found = problem(index, 3, checked_rate=rate)
-            row = {"answer": found.answer}
-            assert graded("", found.solution, row) == pytest.approx(expected)
+            row = {"answer": found.answer, "solution": problem(index, 3).solution}
+            steps = len(found.solution.splitlines()) - 1
+            assert graded_lines("", found.solution, row) == pytest.approx([*[worth] * steps, 1.0])
+            assert graded("", found.solution, row) == pytest.approx(1.0 + worth)
 
 
 LOOSE = "which means that from this moment on there are in all exactly"
 AGAIN = "and this is what we go on with:"
+ROW = {"answer": "4", "solution": " First.\nFinally.\n#### 4"}
 
 
 def test_each_line_that_is_not_blank_has_a_reward_of_its_own() -> None:
     response = f" Step 1: Tom. To check: 2 + 3 = 5 pens.\n\nThen, {LOOSE} 5 - 1 = 4 pens.\n#### 4"
-    row = {"answer": "4"}
-    assert graded_lines("", response, row) == pytest.approx([0.3, 0.0, 1.0])
-    assert graded_lines("", f"{response}\n", row) == pytest.approx([0.3, 0.0, 1.0])
-    assert graded_lines("", f"{response}\nStep 3: 4", row) == pytest.approx([0.3, 0.0, 0.0, 0.0])
+    assert graded_lines("", response, ROW) == pytest.approx([0.45, 0.0, 1.0])
+    assert graded_lines("", f"{response}\n", ROW) == pytest.approx([0.45, 0.0, 1.0])
+    assert graded_lines("", f"{response}\nStep 3: 4", ROW) == pytest.approx([0.45, 0.0, 0.0, 0.0])
+
+
+def test_more_steps_than_were_asked_for_earn_nothing() -> None:
+    steps = "".join(f" Step {number}: Tom.\n" for number in (1, 2, 3))
+    assert graded_lines("", f"{steps}#### 4", ROW) == pytest.approx([0.225, 0.225, 0.0, 1.0])
 
 
 @pytest.mark.parametrize(
     ("solution", "expected"),
     [
         (
-            f" Step 1: Tom. To check: 2 + 3 = 5 pens, {AGAIN} 5.\n"
-            f"Step 2: Tom. To check: 5 - 1 = 4 pens, {AGAIN} 4.\n#### 4",
+            f" Step 1: Tom. To check: 2 pens + 3 pens = 5 pens, {AGAIN} 5.\n"
+            f"Step 2: Tom. To check: 5 pens - 1 pens = 4 pens, {AGAIN} 4.\n#### 4",
             1.9,
         ),
-        (" Then. To check: 2 + 3 = 5 pens.\nFinally. To check: 5 - 1 = 4 pens.\n#### 4", 1.3),
-        (f" Step 1: Tom, {LOOSE} 2 + 3 = 5 pens.\nThen, {LOOSE} 5 - 1 = 4 pens.\n#### 4", 1.15),
-        (f" First Tom, {LOOSE} 2 + 3 = 5 pens, {AGAIN} 5.\n#### 4", 1.3),
-        # A wrong number, a wrong sum, another result than the sum's, and a result alone.
-        (" Step 2: Tom. To check: 2 + 3 = 5 pens.\n#### 4", 1.3),
-        (f" Step 1: Tom. To check: 2 + 3 = 6 pens, {AGAIN} 6.\n#### 5", 0.6),
-        (f" First Tom. To check: 2 + 3 = 5 pens, {AGAIN} 6.\n#### 5", 0.3),
+        (" Then. To check: 2 + 3 = 5 pens.\nFinally. To check: 5 - 1 = 4 pens.\n#### 4", 1.225),
+        (f" Step 1: Tom, {LOOSE} 2 + 3 = 5 pens.\nThen, {LOOSE} 5 - 1 = 4 pens.\n#### 4", 1.1125),
+        (f" First Tom, {LOOSE} 2 + 3 = 5 pens, {AGAIN} 5.\n#### 4", 1.225),
+        (f" First Tom, {LOOSE} 2 pens + 3 pens = 5 pens.\n#### 4", 1.225),
+        # A wrong number, a wrong sum, other units, another result than the sum's, a result alone.
+        (" Step 2: Tom. To check: 2 + 3 = 5 pens.\n#### 4", 1.225),
+        (f" Step 1: Tom. To check: 2 + 3 = 6 pens, {AGAIN} 6.\n#### 5", 0.45),
+        (" First Tom. To check: 2 pens + 3 cups = 5 pens.\n#### 5", 0.225),
+        (f" First Tom. To check: 2 + 3 = 5 pens, {AGAIN} 6.\n#### 5", 0.225),
         (f" First Tom, {AGAIN} 6.\n#### 5", 0.0),
         ("#### 4", 1.0),
         ("", 0.0),
@@ -173,5 +183,5 @@ def test_each_line_that_is_not_blank_has_a_reward_of_its_own() -> None:
 def test_the_reward_pays_for_a_right_answer_and_for_parts_that_can_be_checked(
     solution: str, expected: float
 ) -> None:
-    assert graded("", solution, {"answer": "4"}) == pytest.approx(expected)
+    assert graded("", solution, ROW) == pytest.approx(expected)
     assert CHECKED_WORTH < 1, "or a wrong answer would count as right"

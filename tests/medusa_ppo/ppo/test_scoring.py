@@ -31,6 +31,8 @@ def test_a_callable_sees_prompt_response_and_row():
     scores = source.score(["p", "p"], ["ab", "abc"], [{"bonus": 0.5}, {}])
     assert scores.tolist() == [2.5, 3.0] and scores.dtype == torch.float32
     assert source.correct(scores).tolist() == [False, True]
+    rewards_SR = torch.tensor([[2.5, 0.0, 2.5], [0.0, 3.0, 0.0]])
+    assert source.correct(rewards_SR).tolist() == [False, True], "of steps the largest counts"
 
 
 def test_the_default_reward_is_found():
