@@ -294,9 +294,9 @@ class ActorSync:
         began = time.perf_counter()
         written = Checked(stream.write(path, self._unread_file()))
         self.collect_s = time.perf_counter() - began
-        if wake is not None:
-            wake()
         try:
+            if wake is not None:
+                wake()
             receipt = self._engine.sync_actor(str(path), version, written)
         except BaseException:
             # An engine may still read it.
@@ -307,6 +307,7 @@ class ActorSync:
 
     def _unread_file(self) -> Path | None:
         """A file of an earlier sync, to be overwritten; None if there is none without a reader."""
+        self._files = [path for path in self._files if path.exists()]
         for path in self._files:
             # A pool has a name of its own for a file that late engines may read.
             if path.stat().st_nlink == 1:
