@@ -43,7 +43,7 @@ from medusa_ppo.companion.holdout import held_out
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
-from medusa_ppo.contract.figures import companion_figures, serving_figures
+from medusa_ppo.contract.figures import companion_figures, seconds_saved, serving_figures
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
@@ -51,7 +51,6 @@ from medusa_ppo.engines.launch import draft_vocabulary
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.plugin import warm_up as warming
 from medusa_ppo.plugin.installer import HeadsInstaller
-from medusa_ppo.plugin.saved_seconds import SavedSeconds
 from medusa_ppo.plugin.warm_up import WarmUpReport, warm_up_figures
 
 logger = logging.getLogger(__name__)
@@ -132,7 +131,6 @@ class MedusaPlugin:
             if passes is None or companion is None
             else Budget(share, passes, shared=companion.shared)
         )
-        self._saved = SavedSeconds()
         self._decision = Decision()
         self._step = _Step()
         self._hands_over = True
@@ -533,9 +531,7 @@ class MedusaPlugin:
             names.COMPANION_REASON: budget.last.reason,
             names.COMPANION_TAKEN: budget.taken_frac,
             names.COMPANION_BUDGET_S: budget.left_s,
-            names.COMPANION_SAVED_S: self._saved.of(
-                rollouts.seconds, rollouts.generated_tokens, rollouts.heads_version
-            ),
+            names.COMPANION_SAVED_S: seconds_saved(rollouts, status),
             names.COMPANION_LOST_S: step.exposed_s + taken_s,
         }
 

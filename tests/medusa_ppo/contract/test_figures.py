@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from medusa_ppo.contract import metrics as names
-from medusa_ppo.contract.figures import companion_figures
-from medusa_ppo.contract.status import CompanionStatus
+from medusa_ppo.contract.figures import companion_figures, seconds_saved
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.contract.status import CompanionStatus, ReplayRow
 from medusa_ppo.reports.store import clean
 from medusa_ppo.reports.trackers import flatten
 
@@ -36,3 +39,21 @@ def test_the_schedule_is_told_from_the_first_decision_on() -> None:
 def test_every_figure_is_explained() -> None:
     status = CompanionStatus(passes=1.0, positions_frac=1.0, gpu_gib=0.0, last_loss=1.0)
     assert set(companion_figures(status)) <= set(names.describe())
+
+
+def test_what_training_saved_is_what_its_first_heads_would_have_taken_longer() -> None:
+    def written(drafts: int) -> Rollouts:
+        response = Response(0, (1,) * 12, (0.0,) * 12, "length")
+        counters = Counters(drafts=drafts, accepted=2 * drafts)
+        return Rollouts(((1,),), (response,), counters, 6.0, Sampling(1.0, 12))
+
+    def row(length: float) -> ReplayRow:
+        return ReplayRow(length, ())
+
+    judged = CompanionStatus(serving=row(4.4), frozen=row(4.0))
+    # With the first heads 3.3 steps in the place of 3, each of 2 s.
+    assert seconds_saved(written(4), judged) == pytest.approx(0.6)
+    worse = CompanionStatus(serving=row(3.6), frozen=row(4.0))
+    assert seconds_saved(written(4), worse) == pytest.approx(-0.6)
+    assert seconds_saved(written(0), judged) == 0, "nothing was drafted"
+    assert seconds_saved(written(4), CompanionStatus(serving=row(4.4))) == 0
