@@ -105,7 +105,7 @@ class Sampler(NoEngine):
         self._actor = actor
         self._end = actor.config.eos_token_id
 
-    def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
+    def sync_actor(self, path: str | Path, version: int, checked: Any = None) -> SwapReceipt:
         self.policy_version = version
         return SwapReceipt(version, "", 0.0)
 

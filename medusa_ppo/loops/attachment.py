@@ -35,7 +35,7 @@ from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.figures import logged, rollout_figures
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
-from medusa_ppo.contract.status import SwapReceipt
+from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines.actor_sync import ActorStream, BroadcastPool
 from medusa_ppo.engines.colocated import AttachedEngine
 from medusa_ppo.engines.http_server import ServerEngine
@@ -507,11 +507,13 @@ class DraftingEngine:
             self._tap.expect(rollouts)
         return rollouts
 
-    def sync_actor(self, path: str | Path, version: int) -> SwapReceipt:
+    def sync_actor(
+        self, path: str | Path, version: int, checked: Checked | None = None
+    ) -> SwapReceipt:
         """Like RolloutEngine; `medusa_ppo.engines.actor_sync.ActorSync` writes the file and calls
         this.
         """
-        return self._synced(self.engine.sync_actor(path, version))
+        return self._synced(self.engine.sync_actor(path, version, checked))
 
     @property
     def streams(self) -> bool:

@@ -254,7 +254,7 @@ def test_ranks_hand_in_the_states_of_the_sample_alone(pair: Pair, make_rollouts)
 def test_a_sync_carries_the_ranks_weights(pair: Pair) -> None:
     taken: list[dict[str, torch.Tensor]] = []
     engine: Any = SimpleNamespace(
-        streams=False, sync_actor=lambda path, version: taken.append(load_state(path))
+        streams=False, sync_actor=lambda path, *_: taken.append(load_state(path))
     )
     with ActorSync(engine) as sync:
         sync(pair.ranked.actor, 1)

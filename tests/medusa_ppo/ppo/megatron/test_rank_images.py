@@ -229,7 +229,7 @@ def test_two_ranks_see_what_one_process_sees(
 def check_sent(pair: Seeing, held: dict[str, torch.Tensor]) -> None:
     taken: list[dict[str, torch.Tensor]] = []
     engine: Any = SimpleNamespace(
-        streams=False, sync_actor=lambda path, version: taken.append(load_state(path))
+        streams=False, sync_actor=lambda path, *_: taken.append(load_state(path))
     )
     with ActorSync(engine) as sync:
         sync(pair.ranked.actor, 1)
