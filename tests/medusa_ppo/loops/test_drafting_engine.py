@@ -13,11 +13,12 @@ import torch
 
 from heads.checkpoint import load_heads
 from heads.errors import ConfigError
+from heads.tensorfile import checksum, load_state
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
-from medusa_ppo.contract.status import SwapReceipt
+from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines.actor_sync import ActorStream, ActorSync, BroadcastPool
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.loops.attachment import Attachment, DraftingEngine
@@ -192,3 +193,19 @@ def test_a_broadcast_actor_reaches_the_pool_behind_it_and_other_loops_refuse_one
 
     with pytest.raises(ConfigError, match="sends the actor to it by itself"):
         Attachment(build_config({"engine": {"transfer": "broadcast"}}))
+
+
+def test_an_actor_s_file_reaches_the_engine_behind_it_with_its_checksum(chain_actor: Path):
+    told: list[int] = []
+
+    def take(path: str, version: int, checked: Checked) -> SwapReceipt:
+        assert checksum(load_state(path)) == checked.checksum
+        return SwapReceipt(version, checked.checksum, 0.0)
+
+    engine: Any = DraftingEngine.__new__(DraftingEngine)
+    engine.engine = SimpleNamespace(streams=False, sync_actor=take)
+    engine._actor = load_actor(chain_actor)
+    engine.plugin = SimpleNamespace(policy_updated=lambda actor, version: told.append(version))
+    with ActorSync(engine) as sync:
+        assert sync(engine._actor, 3).version == 3
+    assert told == [3]
