@@ -238,7 +238,7 @@ def graded_lines(prompt: str, response: str, row: dict[str, Any]) -> list[float]
 
 
 def _split(response: str) -> tuple[list[str], list[str]]:
-    """The lines of a response that are not blank: its steps, and what begins with the answer."""
+    """The lines of a response that are not blank: its steps, and those from the answer on."""
     lines = [line.strip() for line in response.split("\n") if line.strip()]
     steps = list(itertools.takewhile(lambda line: ANSWER_MARK not in line, lines))
     return steps, lines[len(steps) :]

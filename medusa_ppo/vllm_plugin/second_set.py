@@ -39,9 +39,8 @@ T = TypeVar("T")
 NICE = 10
 """Of the thread that makes a set: on a core that the engine fills it gets a tenth of the time."""
 THREAD = "medusa-ppo-heads"
-SET_NUM_THREADS = torch._C.set_num_threads
-"""vLLM's worker on a CPU puts a warning, and nothing else, in the place of
-`torch.set_num_threads`."""
+# vLLM's worker on a CPU puts a warning, and nothing else, in the place of `torch.set_num_threads`.
+_set_num_threads = torch._C.set_num_threads
 
 
 @dataclass(frozen=True)
@@ -166,7 +165,7 @@ def begin_beside(work: Callable[[], T]) -> Future[T]:
             # At its first use a thread takes over the number of the process, which would undo the
             # next line.
             torch.get_num_threads()
-            SET_NUM_THREADS(1)
+            _set_num_threads(1)
         finally:
             # At low priority it might not be heard for a while.
             began.set()
@@ -182,7 +181,7 @@ def begin_beside(work: Callable[[], T]) -> Future[T]:
     reader.shutdown(wait=False)
     began.wait()
     # The number counts for the thread that sets it, and for all that begin later.
-    SET_NUM_THREADS(threads)
+    _set_num_threads(threads)
     return begun
 
 
