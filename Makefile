@@ -95,9 +95,10 @@ test-slow: setup $(DOCS_VENV)/.setup  ## The tests that take minutes
 	@$(BIN)/pytest -m "slow and not gpu"
 
 PART ?=
+JOBS ?= 1
 
-test-gpu: setup  ## The tests that need a CUDA device, as many as there are GPUs for: make test-gpu [PART=serving]
-	@PYTHONPATH=$$PWD $(BIN)/python tests/run_gpu_tests.py $(PART)
+test-gpu: setup  ## The tests that need a CUDA device, as many as there are GPUs for: make test-gpu [PART=serving] [JOBS=8]
+	@PYTHONPATH=$$PWD $(BIN)/python tests/run_gpu_tests.py --jobs $(JOBS) $(PART)
 
 TIMES ?= 1
 SEED ?= 1

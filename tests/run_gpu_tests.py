@@ -1,17 +1,20 @@
 """`make test-gpu`: the GPU tests, part by part in the order of medusa_ppo/cli/gpu_suite.py, each
 file in its own process. Results go to build/gpu-tests/results.json, which `medusa-ppo check-setup`
-reads.
+reads, and what each process says to build/gpu-tests/logs.
 
-    python tests/run_gpu_tests.py [PART ...]
+    python tests/run_gpu_tests.py [--jobs 4] [PART ...]
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
-import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -34,32 +37,65 @@ NOTHING = 5
 """pytest's exit code if no test was selected."""
 
 
-def run(part: TestPart) -> PartResult:
-    """Run all files of a part; a file that ends without a report counts as a failure."""
+LOGS = RESULTS.with_name("logs")
+
+
+@dataclass(frozen=True)
+class FileResult:
+    """What a process found: how many tests passed, `test: error` of those that failed, and how many
+    were left out.
+    """
+
+    passed: int
+    failures: list[str]
+    left_out: int
+    seconds: float
+
+
+def run_file(part: TestPart, file: str, chosen: str) -> FileResult:
+    """Run a file's tests; a process that ends without a report counts as a failure."""
+    name = "-".join([Path(file).stem, part.name, *chosen.split()])
+    report = LOGS / f"{name}.xml"
+    report.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "-m", f"gpu and {part.marks}", "-k", chosen]
     began = time.monotonic()
-    passed = failed = left_out = 0
-    failures: list[str] = []
-    with tempfile.TemporaryDirectory() as folder:
-        runs = [(file, chosen) for file in part.files for chosen in served(file)]
-        for number, (file, chosen) in enumerate(runs):
-            report = Path(folder) / f"{number}.xml"
-            command = [sys.executable, "-m", "pytest", "-m", f"gpu and {part.marks}", "-k", chosen]
-            code = subprocess.run([*command, f"--junitxml={report}", file], check=False).returncode
-            if code == NOTHING:
-                continue
-            found = read_report(report)
-            if found is None:
-                found = (0, [f"{file}: ended with {code} and without a report"], 0)
-            passed += found[0]
-            failed += len(found[1])
-            failures += found[1]
-            left_out += found[2]
+    with (LOGS / f"{name}.log").open("w") as log:
+        code = subprocess.run(
+            [*command, f"--junitxml={report}", file],
+            check=False,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        ).returncode
+    if code == NOTHING:
+        found: tuple[int, list[str], int] | None = (0, [], 0)
+    else:
+        found = read_report(report)
+    passed, failures, left_out = found or (
+        0,
+        [f"{file}: ended with {code} and without a report; see {log.name}"],
+        0,
+    )
+    seconds = time.monotonic() - began
+    print(f"{name}: {passed} passed, {len(failures)} failed, {seconds:.0f} s", flush=True)
+    for line in failures:
+        print(f"    FAILED {line}", flush=True)
+    return FileResult(passed, failures, left_out, seconds)
+
+
+def start(part: TestPart, pool: ThreadPoolExecutor) -> list[Future[FileResult]]:
+    """Queue all files of a part."""
+    return [
+        pool.submit(run_file, part, file, chosen) for file in part.files for chosen in served(file)
+    ]
+
+
+def result_of(found: Sequence[FileResult]) -> PartResult:
     return PartResult(
-        passed,
-        failed,
-        left_out,
-        round(time.monotonic() - began, 1),
-        tuple(failures[:NAMED]),
+        sum(one.passed for one in found),
+        sum(len(one.failures) for one in found),
+        sum(one.left_out for one in found),
+        round(sum(one.seconds for one in found), 1),
+        tuple(line for one in found for line in one.failures)[:NAMED],
         datetime.now(UTC).strftime("%Y-%m-%d %H:%M"),
         f"{'; '.join(gpu_names()) or 'no GPU'}, vLLM {vllm_version() or 'none'}",
     )
@@ -89,13 +125,19 @@ def read_report(path: Path) -> tuple[int, list[str], int] | None:
     return len(cases) - len(failures) - left_out, failures, left_out
 
 
-def main(names: list[str]) -> int:
-    wanted = [part_named(name) for name in names]
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("parts", nargs="*", metavar="PART")
+    parser.add_argument("--jobs", type=int, default=1, help="files at once, on one GPU or several")
+    options = parser.parse_args(argv)
+    wanted = [part_named(name) for name in options.parts]
     if None in wanted:
         known = ", ".join(part.name for part in PARTS)
         sys.stderr.write(
-            f"No such part. given: {' '.join(names)}  expected: {known}  do this: medusa-ppo"
-            " check-setup\n"
+            f"No such part. given: {' '.join(options.parts)}  expected: {known}  do this:"
+            " medusa-ppo check-setup\n"
         )
         return 2
     parts = [part for part in wanted if part] or list(parts_for(len(gpu_names())))
@@ -105,17 +147,20 @@ def main(names: list[str]) -> int:
             " on a machine where `medusa-ppo doctor` names a GPU\n"
         )
         return 2
+    LOGS.mkdir(parents=True, exist_ok=True)
     red = False
-    for part in parts:
-        print(f"== {part.name}: {part.shows} (about {part.minutes} min)", flush=True)
-        result = run(part)
-        write_atomic(RESULTS, results_text(read_results() | {part.name: result}))
-        print(
-            f"== {part.name}: {result.passed} passed, {result.failed} failed, {result.left_out}"
-            f" left out, {result.seconds:.0f} s",
-            flush=True,
-        )
-        red = red or bool(result.failed) or not result.passed
+    with ThreadPoolExecutor(options.jobs) as pool:
+        # All at once, so that no part waits for the last file of the one before.
+        started = [(part, start(part, pool)) for part in parts]
+        for part, files in started:
+            result = result_of([file.result() for file in files])
+            write_atomic(RESULTS, results_text(read_results() | {part.name: result}))
+            print(
+                f"== {part.name}: {result.passed} passed, {result.failed} failed,"
+                f" {result.left_out} left out, {result.seconds:.0f} s: {part.shows}",
+                flush=True,
+            )
+            red = red or bool(result.failed) or not result.passed
     print("For a bug report: medusa-ppo check-setup --page page.md")
     return int(red)
 

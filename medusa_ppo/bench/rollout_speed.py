@@ -28,6 +28,7 @@ from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.offline.collect import take_prompts
 from medusa_ppo.offline.scene import read_scene
 from medusa_ppo.runtime.console import OfflineProgress
+from medusa_ppo.runtime.hardware import OWN_MEMORY, find_hardware
 from medusa_ppo.runtime.processes import local_ray
 
 NONE, STOCK, FIXED, CHOSEN = "none", "stock medusa", "ours, K = {}", "ours, K chosen"
@@ -181,6 +182,7 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
     """
     others = _others(bench.others)
     prompts = read_scene(bench.model, bench.data, bench.template, bench.max_new_tokens).prompts
+    engines = 2 + bool(bench.stock_heads) + len(others)
     config = EngineConfig(
         dtype=None if bench.dtype == "auto" else bench.dtype,
         max_num_seqs=max(bench.batches),
@@ -190,6 +192,8 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
         draft_temperature=bench.draft_temperature,
         draft_vocab=None if bench.draft_vocab < 0 else bench.draft_vocab,
         memory_bytes=bench.memory_bytes or None,
+        # Only one engine computes at a time, but all of them keep their memory.
+        memory_fraction=OWN_MEMORY / engines if find_hardware().gpus else None,
     )
     progress.say("Starting the engines, one process for each ...")
     rows: list[dict[str, Any]] = []

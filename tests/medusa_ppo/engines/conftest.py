@@ -29,6 +29,7 @@ HEADS = 4
 EMBEDDED = "MEDUSA_PPO_TEST_EMBEDDED"
 """If set, tests of engines use the embedded actor, as they do where `shared/` is missing."""
 SHARED = ROOT.parent / "shared"
+CACHE = {"kv_cache_memory_bytes": 1 << 29}
 NEAR = {CPU: 1e-3, EAGER: 2e-2, GRAPHS: 2e-2}
 """Largest difference in nats between the engine's log-prob of a token and the model's: Triton's
 attention multiplies float32 with ten bits of mantissa.
@@ -198,10 +199,9 @@ def engine_config(serving: str) -> EngineConfig:
         max_model_len=512,
         threads=1,
         # As many tokens in a step as on a CPU, so that long prompts are split on a GPU too.
-        extra={} if serving == CPU else {"max_num_batched_tokens": 2048},
-        # On a GPU, other processes and the CUDA context count too. vLLM's CPU build takes what
-        # `cache_bytes` says.
-        memory_fraction=0.05 if serving == CPU else 0.3,
+        # Keys and values in bytes, so that vLLM does not measure what other tests' engines free.
+        extra={} if serving == CPU else {"max_num_batched_tokens": 2048, **CACHE},
+        memory_fraction=0.05,
         enforce_eager=serving != GRAPHS,
         num_drafts=HEADS,
     )

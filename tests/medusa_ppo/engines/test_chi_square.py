@@ -27,6 +27,7 @@ from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.vllm_plugin.worker_calls import Drafting
 from tests.medusa_ppo.conftest import CPU, GRAPHS
+from tests.medusa_ppo.engines.conftest import CACHE
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 V, D, LENGTH, REQUESTS = 6, 64, 4, 12_500
@@ -72,7 +73,8 @@ def engine(
         max_num_seqs=256,
         max_model_len=32,
         threads=1,
-        memory_fraction=0.02 if serving == CPU else 0.3,
+        memory_fraction=0.05,
+        extra={} if serving == CPU else CACHE,
         enforce_eager=serving != GRAPHS,
         num_drafts=3,
     )
