@@ -317,6 +317,8 @@ def _of_all_places(
     share_GXY = torch.stack(moved, 1).transpose(2, 3).reshape(texts, num_heads * rows, -1)
     value_GTX = F.embedding(followers_GT, value_UAC.flatten(1))
     value_GYC = value_GTX.unflatten(2, (parts, -1)).transpose(1, 2).flatten(1, 2)
+    # Scores are float32, since they have the age of a place, and so are shares.
+    share_GXY = share_GXY.to(value_GYC.dtype)
     return torch.bmm(share_GXY, value_GYC).unflatten(1, (num_heads, rows))
 
 

@@ -145,12 +145,21 @@ class HeadsTrainer:
         """
         self.team = team
         self._alike = alike and team is not None
+        self._groups: dict[str, Any] = {}
+        self._step_losses: Any = self._losses_of_all(init_sync=True)
+
+    def _losses_of_all(self, *, init_sync: bool) -> Any:
+        """The losses, with gradients that DDP sums over the team. `init_sync`: the first process's
+        heads become everyone's.
+        """
         losses = _Losses(self.heads, self._losses)
-        self._step_losses: Any = (
-            losses
-            if team is None
-            else DistributedDataParallel(losses, process_group=team.process_group(self.device))
-        )
+        if self.team is None:
+            return losses
+        # One for each kind of device: to make one, all processes meet.
+        if self.device.type not in self._groups:
+            self._groups[self.device.type] = self.team.process_group(self.device)
+        group = self._groups[self.device.type]
+        return DistributedDataParallel(losses, process_group=group, init_sync=init_sync)
 
     def set_tables(
         self, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None = None
@@ -564,6 +573,9 @@ class HeadsTrainer:
             else:
                 self.embedding_VD = self.embedding_VD.to(device)
                 moved.append(self.embedding_VD)
+        # A parameter that changes its device loses the node that DDP hooks into, in silence: from
+        # then on no gradient would leave its process.
+        self._step_losses = self._losses_of_all(init_sync=False)
         return sum(tensor.nbytes for tensor in moved)
 
     def state_dict(self, *, copied: bool = True) -> dict[str, torch.Tensor]:

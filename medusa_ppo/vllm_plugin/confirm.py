@@ -308,9 +308,10 @@ def _logprobs(
     """Log-probabilities `[B, V]` of the head with index k after the tokens `given_ids` (`[B]`
     each), from the file's tensors alone.
     """
-    # A CPU without 16-bit units only emulates them, so float32 serves there too.
+    # From the tensors that are served, rounded as they are, but with products in float32: then only
+    # what is served has rounding errors, and a CPU without 16-bit units is as fast.
     device = fixed.hidden_BnD.device
-    dtype = torch.float32 if device.type == "cpu" else plain.dtype
+    dtype = torch.float32
 
     def tensor(name: str) -> torch.Tensor:
         return state[name].to(device, plain.dtype).to(dtype)

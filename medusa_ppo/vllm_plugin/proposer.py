@@ -393,6 +393,7 @@ class MedusaProposer(Drafter):
         drafted: Sequence[int],
         scheduled_tokens: int,
         hidden_TD: torch.Tensor,
+        placeholders: Sequence[int] = (),
     ) -> None:
         """Take what the last step sampled, before the next drafts are made.
 
@@ -403,7 +404,13 @@ class MedusaProposer(Drafter):
             scheduled_tokens: number of tokens that the model computed, prompts included.
             hidden_TD: the states that verification read: one more than drafts for each request, so
                 one for a request without drafts.
+            placeholders: how many of `drafted` nobody drafted, by request; empty: none. vLLM gives
+                a request whose prompt is cached as many as there are heads, so that all requests of
+                a step have the same shape.
         """
+        self._came = hidden_TD, sampled_token_ids, drafted
+        if placeholders:
+            drafted = [count - empty for count, empty in zip(drafted, placeholders, strict=True)]
         self._last_ids = [tokens[-1] if tokens else 0 for tokens in sampled_token_ids]
         if self._calibrating is None:
             self.draft_vocabulary.observe(sampled_token_ids)
@@ -418,7 +425,6 @@ class MedusaProposer(Drafter):
         if self.stopping is not None:
             counts_2B = sending.sent([list(drafted), accepted], self.device)
             self.stopping.settle(self._seats.slots_B, *counts_2B.unbind(0))
-        self._came = hidden_TD, sampled_token_ids, drafted
 
     def _hold(self) -> None:
         """Only keep what arrived in a step without drafts, since that must cost almost nothing."""

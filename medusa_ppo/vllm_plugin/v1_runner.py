@@ -79,12 +79,18 @@ def with_draft_context(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not _is_ours(self):
             return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
-        drafted = [
-            len(scheduler_output.scheduled_spec_decode_tokens.get(key, ()))
-            for key in self.input_batch.req_ids
-        ]
+        verified = scheduler_output.scheduled_spec_decode_tokens
+        drafts = [verified.get(key, ()) for key in self.input_batch.req_ids]
+        placeholders = [sum(token < 0 for token in ids) for ids in drafts]
         hidden_TD = args[states] if len(args) > states else kwargs["sample_hidden_states"]
-        return _drafts_after(self, scheduler_output, sampled_token_ids, drafted, hidden_TD)
+        return _drafts_after(
+            self,
+            scheduler_output,
+            sampled_token_ids,
+            [len(ids) for ids in drafts],
+            hidden_TD,
+            placeholders if any(placeholders) else (),
+        )
 
     return propose_draft_token_ids
 
@@ -95,11 +101,16 @@ def _drafts_after(
     tokens: Sequence[Sequence[int]],
     drafted: Sequence[int],
     hidden_TD: torch.Tensor,
+    placeholders: Sequence[int] = (),
 ) -> Any:
-    """Drafts after a step that sampled `tokens` of each request and verified `drafted` drafts."""
+    """Drafts after a step that sampled `tokens` of each request and verified `drafted` drafts, some
+    of them placeholders.
+    """
     _seat(runner)
     drafter = runner.drafter
-    drafter.before_step(tokens, drafted, scheduled.total_num_scheduled_tokens, hidden_TD)
+    drafter.before_step(
+        tokens, drafted, scheduled.total_num_scheduled_tokens, hidden_TD, placeholders
+    )
     return drafter.propose(
         scheduled.num_spec_tokens_to_schedule,
         _last_states(hidden_TD, tokens, drafted),

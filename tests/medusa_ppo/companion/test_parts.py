@@ -104,6 +104,32 @@ def test_a_team_learns_what_one_worker_learns(
         )
 
 
+def test_a_team_that_leaves_its_gpu_between_batches_learns_together(
+    chain, in_a_team: InATeam
+) -> None:
+    """A CPU has no second device; a change of dtype and back also takes away what DDP hooks into."""
+    task = chain()
+    batches = [task.batch(48) for _ in range(3)]
+    alone = make(task, loss="kl")
+    cycles = [make(task, loss="kl") for _ in range(2)]
+    for batch in batches:
+        alone.run(batch)
+
+    def work(team: Meeting, rank: int) -> None:
+        cycle = cycles[rank]
+        cycle.join(team)
+        for batch in batches:
+            cycle.trainer.heads.double().float()
+            cycle.move_to(torch.device("cpu"))
+            cycle.run(batch)
+
+    in_a_team(work)
+    left, right = (cycle.trainer.heads.trainable_state() for cycle in cycles)
+    for name, value in alone.trainer.heads.trainable_state().items():
+        assert torch.equal(left[name], right[name]), name
+        torch.testing.assert_close(value, left[name], rtol=1e-3, atol=1e-4)
+
+
 def test_a_team_shares_the_holdout(chain, in_a_team: InATeam) -> None:
     task = chain()
     heads = make(task).trainer.heads

@@ -139,7 +139,7 @@ def test_after_a_plain_step_drafts_are_asked_for(
 
     v1_runner.with_drafts_after_plain_steps(sampled)(runner, None)
     assert runner.speculative_config == "speculation"
-    assert asked == [([[5], [6]], [0, 0], 2, hidden_BD), (4, hidden_BD, "sampling")]
+    assert asked == [([[5], [6]], [0, 0], 2, hidden_BD, ()), (4, hidden_BD, "sampling")]
     empty = isinstance(drafts, list) and not any(drafts)
     assert told == ([] if empty else [step])
     if told:
