@@ -2,7 +2,7 @@
 given shape? Compared within rounds with vLLM without speculation, in an engine of its own.
 
     python benchmarks/gpu_steps.py --shape 8b --sequences 1,16,64,256 --drafts 0,1,2,4
-        [--runner v2] [--rounds 3] [--json steps.jsonl]
+        [--runner v2] [--rounds 3] [--json steps.jsonl] [--eager]
 
 Actor and heads have random weights of the real sizes, so what is accepted means nothing and is
 divided out: a step's seconds are those of a response over the steps that it took, and these are its
@@ -104,6 +104,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
         memory_fraction=0.45,
         runner=options.runner,
         draft_vocab=WIDTH,
+        enforce_eager=options.eager,
         extra={"load_format": "dummy"},
     )
     drawn = random.Random(0)
@@ -208,6 +209,7 @@ def main() -> None:
     parser.add_argument("--drafts", type=numbers, default=[0, 1, 2, 4])
     parser.add_argument("--runner", choices=("v1", "v2"), default="v1")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--eager", action="store_true", help="neither torch.compile nor graphs")
     parser.add_argument("--json", type=Path, help="append a line for each row")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-steps-") as scratch:

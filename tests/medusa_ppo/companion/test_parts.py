@@ -107,7 +107,7 @@ def test_a_team_learns_what_one_worker_learns(
 def test_a_team_that_leaves_its_gpu_between_batches_learns_together(
     chain, in_a_team: InATeam
 ) -> None:
-    """A CPU has no second device; a change of dtype and back also takes away what DDP hooks into."""
+    """A CPU has no second device, but a change of dtype takes away what DDP hooks into, too."""
     task = chain()
     batches = [task.batch(48) for _ in range(3)]
     alone = make(task, loss="kl")

@@ -145,6 +145,15 @@ def assert_greedy(
         assert apart < tied, f"token {at} of a response: {apart} nats"
 
 
+def drafted_nothing(rollouts: Rollouts, serving: str) -> bool:
+    """Whether heads drafted nothing. On a GPU vLLM caches prompts; a request that lacks only one
+    token of its prompt gets placeholders in its first step, which vLLM counts as drafts.
+    """
+    counters = rollouts.counters
+    most = 0 if serving == CPU else len(rollouts.responses)
+    return counters.drafts <= most and counters.accepted == 0
+
+
 def tiny_llama(tied: bool = False) -> LlamaForCausalLM:
     torch.manual_seed(0)
     ends = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
@@ -241,7 +250,12 @@ def engine(
     yield shared_engine
     shared_engine.wake()
     shared_engine.configure(
-        num_drafts=HEADS, sampled=False, draft_temperature=1.0, draft_vocab=0, memory_bytes=0
+        num_drafts=HEADS,
+        choose=False,
+        sampled=False,
+        draft_temperature=1.0,
+        draft_vocab=0,
+        memory_bytes=0,
     )
     state = actor.first_heads().trainable_state()
     save_state(tmp_path / "first.safetensors", state)

@@ -28,7 +28,14 @@ from medusa_ppo.engines import http_server, ray_engine
 from medusa_ppo.engines.http_server import ServerEngine, last_words
 from medusa_ppo.engines.ray_engine import make_engine
 from tests.medusa_ppo.conftest import cpu_alone, eager_on_a_gpu
-from tests.medusa_ppo.engines.conftest import NEAR, TIED, assert_greedy, honesty_z, sampled_rows
+from tests.medusa_ppo.engines.conftest import (
+    NEAR,
+    TIED,
+    assert_greedy,
+    drafted_nothing,
+    honesty_z,
+    sampled_rows,
+)
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor
@@ -70,7 +77,7 @@ def test_server_end_to_end(
         plain = engine.generate(actor.prompts[:16], greedy)
         answers = ([r.token_ids for r in found.responses] for found in (plain, first))
         assert_greedy(actor.model, actor.prompts, *answers, TIED[serving])
-        assert plain.counters.drafts == 0
+        assert drafted_nothing(plain, serving)
         engine.configure(num_drafts=4)
         sampling = Sampling(0.7, max_new_tokens=32, ignore_eos=True, seed=3, responses_per_prompt=2)
         rollouts = engine.generate(actor.prompts[:32], sampling)

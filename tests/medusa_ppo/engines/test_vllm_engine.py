@@ -21,7 +21,7 @@ import torch
 from heads.checkpoint import checksum, save_state
 from heads.errors import ConfigError, EngineError, SwapError
 from heads.modules import MedusaHeads
-from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.contract.rollouts import Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked
 from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.engines.colocated import ColocatedEngine
@@ -33,7 +33,14 @@ from medusa_ppo.vllm_plugin import installation, patches, v1_runner
 from medusa_ppo.vllm_plugin import registration as plugin
 from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, release, vllm_version
 from tests.medusa_ppo.conftest import CPU, cpu_alone
-from tests.medusa_ppo.engines.conftest import NEAR, TIED, assert_greedy, honesty_z, sampled_rows
+from tests.medusa_ppo.engines.conftest import (
+    NEAR,
+    TIED,
+    assert_greedy,
+    drafted_nothing,
+    honesty_z,
+    sampled_rows,
+)
 from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
 if TYPE_CHECKING:
@@ -105,7 +112,7 @@ def test_greedy_tokens_are_the_same_with_and_without_drafting(
     assert sum(len(t) for t in tokens(drafting)) == 64 * 64
     assert drafting.counters.accepted > 50
     assert drafting.counters.accepted == sum(drafting.counters.accepted_per_position)
-    assert results[0].counters == Counters(accepted_per_position=(0, 0, 0, 0))
+    assert drafted_nothing(results[0], serving)
     assert results[2].counters.draft_tokens == 2 * results[2].counters.drafts
     assert results[2].counters.accepted_per_position[2:] == (0, 0)
     assert (drafting.num_drafts, results[0].num_drafts) == (4, 0)
@@ -460,7 +467,7 @@ def test_heads_that_learned_nothing_draft_nothing(
     }
     swap(engine, zeros, tmp_path / "zeros.safetensors", 1)
     silent = engine.generate(actor.prompts[:8], GREEDY)
-    assert silent.counters.drafts == 0 and silent.heads_version == 1
+    assert drafted_nothing(silent, serving) and silent.heads_version == 1
     assert_as_greedy(actor, serving, tokens(silent), expected)
     engine.configure(choose=False)
     swap(engine, actor.first_heads().trainable_state(), tmp_path / "first.safetensors", 2)
@@ -762,7 +769,7 @@ def test_a_swap_with_the_right_checksum_and_a_wrong_copy_is_caught(
     assert "head 1" in str(caught.value)
     assert engine.heads_version == -1 and engine.checksums()["heads"] == ""
     without = engine.generate(actor.prompts[:8], GREEDY)
-    assert without.counters.drafts == 0 and without.heads_version == -1
+    assert drafted_nothing(without, serving) and without.heads_version == -1
     assert_as_greedy(actor, serving, tokens(without), tokens(reference))
     swap(engine, good.trainable_state(), tmp_path / "heads.safetensors", 4)
     assert (
@@ -831,7 +838,7 @@ def test_an_engine_that_slept_drafts_only_with_heads_that_are_there(
         save_state(tmp_path / "actor.safetensors", actor.model.state_dict())
         engine.sync_actor(tmp_path / "actor.safetensors", 1)
         without = engine.generate(actor.prompts[:8], GREEDY)
-        assert without.counters.drafts == 0
+        assert drafted_nothing(without, serving)
         assert_as_greedy(actor, serving, tokens(without), tokens(reference))
         swap(engine, state, tmp_path / "heads.safetensors", 3)
     assert engine.heads_version == 3
