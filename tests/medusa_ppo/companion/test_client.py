@@ -30,9 +30,9 @@ from tests.medusa_ppo.companion.conftest import assert_near, until
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 
-def cycle_of(task) -> Cycle:
+def cycle_of(task, **settings) -> Cycle:
     """What a companion begins with, in this process."""
-    config = CompanionConfig(batch_positions=64, learning_rate=2e-2)
+    config = CompanionConfig(batch_positions=64, learning_rate=2e-2, **settings)
     return Cycle(HeadsConfig(task.hidden, task.vocab, num_heads=3), config, task.lm_head_VD, seed=0)
 
 
@@ -155,8 +155,9 @@ def test_two_workers_learn_what_one_learns(
 ) -> None:
     task = chain()
     batches = [task.batch() for _ in range(4)]
-    client = client_of(task, workers=2, dtype="float32")
-    alone = cycle_of(task)
+    # Not the default loss: where q equals p its gradient depends on rounding (test_parts.py).
+    client = client_of(task, workers=2, dtype="float32", loss="kl")
+    alone = cycle_of(task, loss="kl")
     for batch in batches:
         client.submit(batch)
         alone.run(batch)

@@ -30,7 +30,7 @@ EMBEDDED = "MEDUSA_PPO_TEST_EMBEDDED"
 """If set, tests of engines use the embedded actor, as they do where `shared/` is missing."""
 SHARED = ROOT.parent / "shared"
 CACHE = {"kv_cache_memory_bytes": 1 << 29}
-NEAR = {CPU: 1e-3, EAGER: 2e-2, GRAPHS: 2e-2}
+NEAR = {CPU: 1e-3, EAGER: 3e-2, GRAPHS: 3e-2}
 """Largest difference in nats between the engine's log-prob of a token and the model's: Triton's
 attention multiplies float32 with ten bits of mantissa.
 """
