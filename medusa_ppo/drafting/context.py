@@ -285,6 +285,10 @@ class UnreadSteps:
         self._steps.clear()
         return found
 
+    def __len__(self) -> int:
+        """Number of steps held."""
+        return len(self._steps)
+
     def forget(self) -> None:
         """Discard all: other heads, or another actor, have other pairs."""
         self._steps.clear()

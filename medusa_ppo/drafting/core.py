@@ -83,9 +83,11 @@ class DraftingCore:
         fused: the heads' products.
         temperatures_K: draft temperature of each head, float32: its own times the factor of
             `use_temperature`.
+        changes: how often tensors that drafting reads were replaced by others.
     """
 
     _own: list[LINEAR]
+    changes: int = 0
 
     def __init__(
         self,
@@ -131,6 +133,7 @@ class DraftingCore:
         """Read the embedding table again. The owner of a draft vocabulary renews its rows of
         lm_head: `use_vocabulary`.
         """
+        self.changes += 1
         self.fused.read_embedding()
         if self.copier is not None:
             self.copier.read_embedding()
@@ -170,6 +173,7 @@ class DraftingCore:
         Returns:
             What the earlier heads occupied; letting go of so much memory takes time, too.
         """
+        self.changes += 1
         before: list[object] = [self.fused, self.copier, self._own]
         for held, new in zip(self.heads.parameters(), other.heads.parameters(), strict=True):
             before.append(held.data)
@@ -190,6 +194,7 @@ class DraftingCore:
 
     def load(self) -> None:
         """Read the heads, tables and draft vocabulary again."""
+        self.changes += 1
         self.fused.load()
         if self.copier is not None:
             self.copier.load()
@@ -209,6 +214,7 @@ class DraftingCore:
                 expected="heads that share the actor's lm_head",
                 do="Set engine.draft_vocab=0.",
             )
+        self.changes += 1
         self.ids_W = ids_W
         self._lm_head: LM_HEAD = self._whole_lm_head if lm_head is None else lm_head
         heads = self.heads

@@ -26,7 +26,7 @@ import torch
 import vllm.v1.worker.gpu.model_runner as v2_runner
 import vllm.v1.worker.gpu.spec_decode.rejection_sampler as v2_sampler
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
@@ -39,6 +39,7 @@ from medusa_ppo.drafting.products import DraftVocabulary
 from medusa_ppo.drafting.q_rows import VerifiedRows, table_of, table_rows_at_once
 from medusa_ppo.drafting.slots import NOTHING, DraftSlots, stamps
 from medusa_ppo.drafting.stopping import Ending
+from medusa_ppo.vllm_plugin.draft_graphs import CudaRecorder, DraftGraphs, DraftStep
 from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
 from medusa_ppo.vllm_plugin.running_requests import RunningRequests
 from medusa_ppo.vllm_plugin.speculation import (
@@ -143,6 +144,23 @@ class HeldHeads(MedusaProposer):
         if vocabulary.due:
             self._refresh_vocabulary()
 
+    @property
+    def observes(self) -> bool:
+        """Whether anything is learned from a step's tokens."""
+        counts = self.draft_vocabulary.size and self._calibrating is None
+        return bool(counts) or self.memory is not None or self.stopping is not None
+
+    @property
+    def is_still(self) -> bool:
+        """Whether a step's drafts depend on nothing that the host decides for that step alone."""
+        held = self._unread is not None and len(self._unread) > 0
+        return self.memory is None and self.stopping is None and not held
+
+    @property
+    def read_by_drafts(self) -> tuple[object, ...]:
+        """What drafting reads and writes besides a step, and how often it was replaced."""
+        return self._core, self._core.changes, self._slots, self._ring, self._texts
+
     def recall(self) -> Recall | None:
         """What the memory suggests for the drafts that follow the step observed last."""
         if self.memory is None or self._last_tokens is None:
@@ -228,6 +246,10 @@ class HeldHeads(MedusaProposer):
         sampled = sending.OnItsWay(sampled_B)
         self._last_step = _LastStep(sampled, drafted, scheduled_tokens, self._seconds_of_step())
 
+    def skip_step(self) -> None:
+        """The step that begins now does not count for the times of steps."""
+        self._step_began = None
+
     def _learn_of_last_step(self) -> None:
         last = self._last_step
         self._last_step = None
@@ -253,14 +275,18 @@ class MedusaSpeculator(DraftModelSpeculator):
             `count`; None: all have `count`.
     """
 
+    _graphs: DraftGraphs | None = None
+
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any = None) -> None:
         super().__init__(vllm_config, device)
         self.drafter = HeldHeads(vllm_config, device)
         self.states: Any = None
         self.count = 0
         self.lengths_B: torch.Tensor | None = None
-        self._grammar_S = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
-        self._requests_S = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
+        # One more for requests that only pad a batch.
+        slots = self.max_num_reqs + 1
+        self._grammar_S = torch.zeros(slots, dtype=torch.bool, device=device)
+        self._requests_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self._admitted = 0
         self.draft_logits: Any = DraftsToVerify(self.drafter, self._requests_S, self.vocab_size)
 
@@ -271,10 +297,16 @@ class MedusaSpeculator(DraftModelSpeculator):
         return self.drafter.heads
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Drafting is not captured."""
+        """Drafting is recorded where the model is (`draft_graphs`). With tensor parallelism its
+        products are collectives of all ranks, which are not recorded.
+        """
+        alone = self.vllm_config.parallel_config.world_size == 1
+        if self.device.type == "cuda" and cudagraph_mode != CUDAGraphMode.NONE and alone:
+            record = CudaRecorder(self.device)
+            self._graphs = DraftGraphs(self.max_num_reqs, self.num_speculative_steps, record)
 
     def capture(self, *_: Any) -> None:
-        """Drafting is not captured."""
+        """Sizes are recorded when they come up: after each swap anew."""
 
     def admit(self, slot: int, grammar: bool, states: Any, token_ids: Sequence[int]) -> None:
         """A request has arrived, or returned after a preemption: its slot holds another request's
@@ -310,6 +342,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         most = self.num_speculative_steps
         if num_speculative_tokens is not None:
             most = min(most, num_speculative_tokens)
+        drafted: list[int] = []
         if dummy_run:
             count = min(most, drafter.num_drafts) if drafter.drafting else 0
         else:
@@ -319,16 +352,34 @@ class MedusaSpeculator(DraftModelSpeculator):
         ids_BK = torch.zeros(
             batch, self.num_speculative_steps, dtype=torch.int64, device=self.device
         )
-        slots_B = input_batch.idx_mapping[:batch].long()
-        rows_B = (
-            input_batch.query_start_loc[1 : batch + 1] - 1 - num_rejected[:batch]
-        ).long()  # Rows of the requests' last accepted tokens.
-        last_ids_B = last_sampled[slots_B].view(-1)
-        if not dummy_run:
-            self.lengths_B = None
+        cuts: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+        if count and drafter.slots is not None:
+            cuts = self._cuts(
+                input_batch.idx_mapping[:batch].long(), input_batch.idx_mapping_np[:batch]
+            )
+        step = DraftStep(
+            last_hidden_states,
+            input_batch.input_ids,
+            input_batch.positions,
+            input_batch.query_start_loc[1 : batch + 1],
+            num_rejected[:batch],
+            num_sampled[:batch],
+            input_batch.idx_mapping[:batch],
+            last_sampled,
+            temperature,
+            seeds,
+            *cuts,
+        )
+        if dummy_run:
+            if count:
+                ids_BK[:, :count] = self._draft(step, count, None).ids_BK
+            return ids_BK
+        self.lengths_B = None
+        if drafter.observes:
+            at, rows_B, last_ids_B = self._newest(step)
             drafter.observe(
                 input_batch.req_ids[:batch],
-                slots_B,
+                at.slots_B,
                 input_batch.input_ids,
                 rows_B,
                 last_ids_B,
@@ -338,49 +389,81 @@ class MedusaSpeculator(DraftModelSpeculator):
             if drafter.stopping is not None:
                 drafted_B = sending.sent(drafted, self.device)
                 accepted_B = (num_sampled[:batch] - 1).clamp_min(0)
-                drafter.stopping.settle(slots_B, drafted_B, accepted_B)
+                drafter.stopping.settle(at.slots_B, drafted_B, accepted_B)
+        if count and self._graphs is not None and drafter.is_still:
+            self._graphs.reads(*drafter.read_by_drafts)
+            found_Bk = self._graphs.drafts(
+                step,
+                input_batch.num_tokens,
+                count,
+                lambda still: self._draft(still, count, [self.num_speculative_steps]).ids_BK,
+            )
+            if found_Bk is not None:
+                if self._graphs.recorded_now:
+                    drafter.skip_step()
+                ids_BK[:, :count] = found_Bk
+                return ids_BK
+        found = self._draft(step, count, drafted)
+        if count:
+            self.lengths_B = found.lengths_B
+            ids_BK[:, :count] = found.ids_BK
+        return ids_BK
+
+    def _newest(self, step: DraftStep) -> tuple[Standing, torch.Tensor, torch.Tensor]:
+        """Where requests stand, the rows of their last accepted tokens, and these tokens."""
+        slots_B = step.slots_B.long()
+        rows_B = (step.ends_B - 1 - step.rejected_B).long()
+        at = Standing(slots_B, self._requests_S[slots_B], step.positions_T[rows_B].long())
+        return at, rows_B, step.last_S1[slots_B].view(-1)
+
+    def _draft(self, step: DraftStep, count: int, drafted: Sequence[int] | None) -> Drafted:
+        """`count` drafts for each request; with 0 only what arrived is noted.
+
+        Args:
+            drafted: number of drafts that the step verified, by request (or the largest alone);
+                None: a dummy run, of which nothing may be kept.
+        """
+        drafter = self.drafter
+        at, rows_B, last_ids_B = self._newest(step)
         seen = None
-        positions_B = input_batch.positions[rows_B].long()
-        if not dummy_run and drafter.drafting:
-            at = Standing(slots_B, self._requests_S[slots_B], positions_B)
+        if drafted is not None and drafter.drafting:
             seen = drafter.look_back(
-                last_hidden_states,
-                input_batch.input_ids,
+                step.hidden_TD,
+                step.ids_T,
                 rows_B,
                 last_ids_B,
-                num_sampled[:batch],
+                step.sampled_B,
                 at,
                 drafted,
                 count,
             )
         if not count:
-            return ids_BK
-        hidden_BD = last_hidden_states[rows_B]
+            return Drafted(last_ids_B.new_zeros(len(rows_B), 0))
+        hidden_BD = step.hidden_TD[rows_B]
         if drafter.slots is None:
-            drafts = drafter.draft(hidden_BD, last_ids_B, count, seen=seen)
+            return drafter.draft(hidden_BD, last_ids_B, count, seen=seen)
+        temperature_B = torch.where(
+            self._grammar_S[at.slots_B], 0.0, step.temperature_S[at.slots_B]
+        )
+        keys_B = keys_of(step.seeds_S[at.slots_B])
+        noise_BK = uniforms(at.positions_B, keys_B, None, DRAFT_STREAM, count)
+        sampling = DraftSampling(temperature_B, noise_BK, step.top_k_B, step.top_p_B)
+        recall = ending = None
+        if drafted is not None:
+            recall = drafter.recall()
+            if drafter.stopping is not None:
+                ending = drafter.stopping.begin(at.slots_B)
+        drafts = drafter.draft(hidden_BD, last_ids_B, count, sampling, seen, recall, ending)
+        if drafted is None:
+            # What was drawn with is overwritten. The table, too, is part of the profile.
+            drafter.slots.forget()
+            self.draft_logits.rehearse(len(rows_B) * (count + 1))
         else:
-            temperature_B = torch.where(self._grammar_S[slots_B], 0.0, temperature[slots_B])
-            noise_BK = uniforms(positions_B, keys_of(seeds[slots_B]), None, DRAFT_STREAM, count)
-            cuts = self._cuts(slots_B, input_batch.idx_mapping_np[:batch])
-            sampling = DraftSampling(temperature_B, noise_BK, *cuts)
-            recall = ending = None
-            if not dummy_run:
-                recall = drafter.recall()
-                if drafter.stopping is not None:
-                    ending = drafter.stopping.begin(slots_B)
-            drafts = drafter.draft(hidden_BD, last_ids_B, count, sampling, seen, recall, ending)
-            if dummy_run:
-                # What was drawn with is overwritten. The table, too, is part of the profile.
-                drafter.slots.forget()
-                self.draft_logits.rehearse(batch * (count + 1))
-            else:
-                self.lengths_B = drafts.lengths_B
-                # Verification starts at the tokens sampled last, one position after these.
-                stamps_B = stamps(self._requests_S[slots_B], positions_B + 1)
-                stamps_B = torch.where(temperature_B > 0, stamps_B, NOTHING)
-                drafter.slots.stamp(slots_B, stamps_B, count)
-        ids_BK[:, :count] = drafts.ids_BK
-        return ids_BK
+            # Verification starts at the tokens sampled last, one position after these.
+            stamps_B = stamps(at.requests_B, at.positions_B + 1)
+            stamps_B = torch.where(temperature_B > 0, stamps_B, NOTHING)
+            drafter.slots.stamp(at.slots_B, stamps_B, count)
+        return drafts
 
     def _cuts(
         self, slots_B: torch.Tensor, slots: Any

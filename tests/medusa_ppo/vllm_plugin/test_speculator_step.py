@@ -37,9 +37,9 @@ D, V, K, B, SLOTS = 8, 1 << 14, 2, 3, 5
 class Step:
     """A speculator, and a batch of three requests, the last of which is greedy."""
 
-    def __init__(self, pairs: int = 0) -> None:
+    def __init__(self, pairs: int = 0, copy_parts: int = 0) -> None:
         torch.manual_seed(0)
-        config = HeadsConfig(D, V, K, kind="hydra", context=pairs)
+        config = HeadsConfig(D, V, K, kind="hydra", context=pairs, copy_parts=copy_parts)
         heads = MedusaHeads(config).requires_grad_(False)
         for parameter in heads.parameters():
             parameter.copy_(torch.randn_like(parameter) / 4)
@@ -54,7 +54,10 @@ class Step:
         drafter.device, drafter.dtype, drafter.hidden_size = torch.device("cpu"), torch.float32, D
         drafter.heads, drafter._target = heads, torch.nn.Module()
         drafter._lm_head = lambda rows: rows @ lm_head_VD.T
-        drafter.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=SLOTS))
+        drafter.vllm_config = SimpleNamespace(
+            scheduler_config=SimpleNamespace(max_num_seqs=SLOTS),
+            model_config=SimpleNamespace(max_model_len=64),
+        )
         drafter.draft_vocabulary = drafter._new_vocabulary(0)
         drafter._slots = DraftSlots(SLOTS, K, V, drafter.device)
         drafter._make_ring()
@@ -63,8 +66,9 @@ class Step:
         speculator.num_speculative_steps, speculator.vocab_size = K, V
         speculator.max_num_reqs, speculator.device = SLOTS, torch.device("cpu")
         speculator.lengths_B = None
-        speculator._grammar_S = torch.zeros(SLOTS, dtype=torch.bool)
-        speculator._requests_S = torch.arange(SLOTS)
+        speculator.count = 0
+        speculator._grammar_S = torch.zeros(SLOTS + 1, dtype=torch.bool)
+        speculator._requests_S = torch.arange(SLOTS + 1)
         speculator.draft_logits = DraftsToVerify(drafter, speculator._requests_S, V)
         self.speculator = speculator
         self.states_seed = 1

@@ -1,0 +1,218 @@
+"""V2's drafting call, recorded and replayed: the same drafts as without, on tensors whose addresses
+stay. A CPU has no CUDA graphs; here a recording is the call itself, run again on the tensors with
+which it was recorded.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("vllm")
+pytest.importorskip("vllm.v1.worker.gpu.model_runner")
+
+from medusa_ppo.vllm_plugin.draft_graphs import EAGER_USES, DraftGraphs, padded_sizes
+from tests.medusa_ppo.vllm_plugin.test_speculator_step import SLOTS, D, K, Step, V
+
+
+class SameShapes(TorchDispatchMode):
+    """What a recording can't hold: sizes or branches that come from a tensor's values."""
+
+    REFUSED = ("nonzero", "_local_scalar_dense", "masked_select", "unique", "is_nonzero", "item")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).split(".")[1]
+        assert not name.startswith(self.REFUSED), func
+        if name.startswith("index"):
+            assert not any(
+                isinstance(index, torch.Tensor) and index.dtype == torch.bool
+                for given in args
+                if isinstance(given, list | tuple)
+                for index in given
+            ), func
+        return func(*args, **(kwargs or {}))
+
+
+class Again:
+    """Stands for a CUDA graph."""
+
+    def __init__(self, call: Callable[[], torch.Tensor]) -> None:
+        self._call = call
+        with SameShapes():
+            self.result = call().clone()
+        self.replays = 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        with SameShapes():
+            self.result.copy_(self._call())
+
+
+class Scene:
+    """A speculator with graphs (or without) that takes steps of changing batches."""
+
+    def __init__(self, recorded: bool, pairs: int, copy_parts: int) -> None:
+        self.step = Step(pairs, copy_parts)
+        self.speculator = self.step.speculator
+        self.recordings: list[Again] = []
+        self.graphs = DraftGraphs(SLOTS, K, self.record)
+        if recorded:
+            self.speculator._graphs = self.graphs
+        self.position_S = np.full(SLOTS, 9)
+
+    def record(self, call: Callable[[], torch.Tensor]) -> tuple[Again, torch.Tensor]:
+        again = Again(call)
+        self.recordings.append(again)
+        return again, again.result
+
+    def take(self, slots: list[int], seed: int, verified: int = 0) -> torch.Tensor:
+        """A step of these requests, each of which verified so many drafts and accepted one less."""
+        generator = torch.Generator().manual_seed(seed)
+        count, rows = len(slots), len(slots) * (verified + 1)
+        self.position_S[slots] += max(verified, 1)
+        last = torch.from_numpy(self.position_S[slots])
+        ahead = torch.arange(-max(verified - 1, 0), verified - max(verified - 1, 0) + 1)
+        batch = SimpleNamespace(
+            num_reqs=count,
+            req_ids=[str(slot) for slot in slots],
+            idx_mapping=torch.tensor(slots, dtype=torch.int32),
+            idx_mapping_np=np.array(slots),
+            query_start_loc=torch.arange(count + 1, dtype=torch.int32) * (verified + 1),
+            positions=(last.unsqueeze(1) + ahead).flatten(),
+            input_ids=torch.randint(V, (rows,), generator=generator, dtype=torch.int32),
+            cu_num_logits_np=np.arange(count + 1) * (verified + 1),
+            num_tokens=rows,
+        )
+        return self.speculator.propose(
+            batch,
+            None,
+            None,
+            # vLLM's own tensor has more rows than the step.
+            torch.randn(rows + 3, D, generator=generator),
+            None,
+            torch.full((count,), max(verified, 1), dtype=torch.int32),
+            torch.full((count,), min(verified, 1), dtype=torch.int32),
+            torch.randint(V, (SLOTS, 1), generator=generator),
+            None,
+            self.step.temperature_S,
+            torch.arange(SLOTS),
+        )
+
+    def kept(self) -> list[torch.Tensor]:
+        """What verification and later steps read."""
+        drafter = self.speculator.drafter
+        ring, texts, slots = drafter._ring, drafter._texts, drafter.slots
+        found = [slots.stamps_R[:SLOTS], slots.rows_S[:SLOTS]]
+        if ring is not None:
+            found += [ring.stamps_N[: -ring.pairs], ring.kept_NR[: -ring.pairs]]
+        if texts is not None:
+            found += [texts.newest_S[:SLOTS], texts.ids_SL[:SLOTS], texts.keys_SALw[:SLOTS]]
+        return found
+
+
+BATCHES = [[1, 4, 3], [1, 4, 3], [4, 1], [0, 1, 2, 3, 4], [3], [2, 0, 4], [4, 1], [3], [3, 1, 4]]
+KINDS = {"alone": (0, 0), "context": (4, 0), "copying": (4, 2)}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replayed_drafts_are_those_of_the_call(kind: str) -> None:
+    """Whatever the batch: what is beyond it belongs to requests of an earlier one, and must neither
+    be drafted for nor written to.
+    """
+    eager, recorded = Scene(False, *KINDS[kind]), Scene(True, *KINDS[kind])
+    for turn in range(3):
+        for number, slots in enumerate(BATCHES):
+            drawn = []
+            for scene in (eager, recorded):
+                ids_BK = scene.take(slots, 10 * turn + number, verified=min(turn, 1) * K)
+                drafts = scene.speculator.drafter.slots
+                rows_B = drafts.rows_S[slots]
+                drawn.append((ids_BK, drafts.cumulative_KRX[:, rows_B].clone()))
+            (ids_BK, sums_KBX), (other_BK, others_KBX) = drawn
+            # A product with more rows is rounded differently: a uniform number that is next to a
+            # sum may draw the column beside it.
+            assert int((ids_BK - other_BK).abs().max()) <= 1, (turn, slots)
+            torch.testing.assert_close(sums_KBX, others_KBX, rtol=1e-5, atol=1e-6)
+            for left, right in zip(eager.kept(), recorded.kept(), strict=True):
+                torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+    assert len(recorded.recordings) == len({1, 2, 4, 5}) and not eager.recordings
+    assert sum(again.replays for again in recorded.recordings) > len(BATCHES)
+    assert not recorded.graphs.broken
+
+
+def test_other_heads_are_recorded_anew() -> None:
+    eager, recorded = Scene(False, 4, 2), Scene(True, 4, 2)
+    for turn in range(3):
+        for scene in (eager, recorded):
+            drafter = scene.speculator.drafter
+            for parameter in drafter.heads.parameters():
+                parameter.data.mul_(1.5)
+            drafter._core.load()
+            drafter._forget_pairs()
+        for number in range(EAGER_USES + 2):
+            ids = [scene.take([1, 4, 3], 10 * turn + number) for scene in (eager, recorded)]
+            assert torch.equal(*ids)
+        assert len(recorded.recordings) == turn + 1
+        assert recorded.recordings[-1].replays == 2
+
+
+def test_a_step_that_was_recorded_does_not_count_for_the_times_of_steps() -> None:
+    scene = Scene(True, 4, 0)
+    scene.speculator.drafter._step_began = 1.0
+    for number in range(EAGER_USES):
+        scene.take([1, 4], number)
+    assert scene.speculator.drafter._step_began == 1.0
+    scene.take([1, 4], 7)
+    assert scene.speculator.drafter._step_began is None and scene.graphs.recorded_now
+    scene.take([1, 4], 8)
+    assert not scene.graphs.recorded_now
+
+
+def test_where_the_host_decides_nothing_is_replayed() -> None:
+    """Pairs of steps without drafts wait on the host, and are more of them than a recording has;
+    and a step with prompts has more rows.
+    """
+    scene = Scene(True, 4, 0)
+    for number in range(EAGER_USES + 1):
+        scene.take([1, 4], number)
+    (again,) = scene.recordings
+    drafter = scene.speculator.drafter
+    replays = again.replays
+    drafter.num_drafts = 0
+    scene.take([1, 4], 20)
+    drafter.num_drafts = K
+    scene.take([1, 4], 21)
+    assert again.replays == replays
+    scene.take([1, 4], 22)
+    assert again.replays == replays + 1
+    scene.take([1, 4], 23, verified=K + 1)
+    assert again.replays == replays + 1
+
+
+def test_what_can_not_be_recorded_is_computed_as_before(caplog: pytest.LogCaptureFixture) -> None:
+    eager, refusing = Scene(False, 4, 2), Scene(True, 4, 2)
+
+    def refuse(call: Callable[[], torch.Tensor]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    refusing.graphs._record = refuse
+    for number in range(EAGER_USES + 3):
+        ids = [scene.take([1, 4, 3], number) for scene in (eager, refusing)]
+        assert torch.equal(*ids)
+    assert "not permitted" in refusing.graphs.broken
+    assert caplog.text.count("takes longer") == 1
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 8, 9, 32, 100, 1024])
+def test_sizes_reach_the_most_requests_with_little_padding(most: int) -> None:
+    sizes = padded_sizes(most)
+    assert list(sizes) == sorted(set(sizes)) and sizes[-1] == most
+    for below, above in itertools.pairwise(sizes):
+        assert above <= 2 * below and (below < 32 or above - below <= below / 4)
