@@ -464,11 +464,17 @@ class ContextHeads:
         D = self.config.hidden_size
         return Seen(pairs_BnX[:, -1, :D], ids_Bn[:, -1], pairs_BnX[:, :, D:], there_Bn)
 
-    def look_back(self, ring: PairRing, arrived: Arrived, at: Standing) -> Seen:
-        """Write a step's pairs to the ring, and read what each request attends to."""
+    def note(self, ring: PairRing, arrived: Arrived) -> torch.Tensor:
+        """Write a step's pairs to the ring; they are also returned (`pairs`)."""
         D = self.config.hidden_size
         pairs_NX = self.pairs(arrived.hidden_ND, arrived.ids_N)
         ring.write(arrived.slots_N, arrived.requests_N, arrived.positions_N, pairs_NX[:, D:])
+        return pairs_NX
+
+    def look_back(self, ring: PairRing, arrived: Arrived, at: Standing) -> Seen:
+        """Write a step's pairs to the ring, and read what each request attends to."""
+        D = self.config.hidden_size
+        pairs_NX = self.note(ring, arrived)
         kept_BnR, there_Bn = ring.read(at.slots_B, at.requests_B, at.positions_B)
         # This is true except for requests whose prompt isn't finished; their drafts are never read.
         there_Bn[:, -1] = True

@@ -17,6 +17,7 @@ from typing import Any
 
 from medusa_ppo.vllm_plugin.vllm_versions import (
     FIRST,
+    FIRST_GRAPHS,
     FIRST_TRANSFER,
     FIRST_V2,
     LAST,
@@ -426,6 +427,15 @@ HOOKS: tuple[Hook, ...] = (
         _V2_SAMPLER,
         "RejectionSampler._verify_in_chunks",
         *("draft_logits", "max_chunk_logits"),
+    ),
+    Hook(
+        "a captured step for each number of drafts",
+        "vllm.v1.worker.gpu.cudagraph_utils",
+        "CudaGraphManager._init_candidates",
+        first=FIRST_GRAPHS,
+        last=FIRST_GRAPHS,
+        runner=V2,
+        checked="its candidates asked for on CPU",
     ),
     # Engines that feed themselves, on either runner.
     Hook(

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import vllm.v1.worker.gpu.cudagraph_utils as cudagraph_utils
 import vllm.v1.worker.gpu.model_runner as v2_runner
 import vllm.v1.worker.gpu.spec_decode.rejection_sampler as v2_sampler
 from torch import nn
@@ -48,6 +49,7 @@ from medusa_ppo.vllm_plugin.speculation import (
     refuse_what_heads_lack,
     rule_of,
 )
+from medusa_ppo.vllm_plugin.vllm_versions import has_graphs, vllm_version
 
 logger = logging.getLogger(__name__)
 CUTS_ASK_FOR_V = "vocab_size" in inspect.signature(SamplingStates.get_top_k_top_p).parameters
@@ -73,9 +75,12 @@ class HeldHeads(MedusaProposer):
 
     Attributes:
         running: the requests, for the memory.
+        notes_at_once: whether new pairs are written in a step without drafts, too. Otherwise they
+            are held: there is nothing to compute until somebody drafts again.
     """
 
     running: RunningRequests
+    notes_at_once: bool = False
     _last_step: _LastStep | None = None
     _last_tokens: tuple[Sequence[str], torch.Tensor] | None = None
 
@@ -184,14 +189,14 @@ class HeldHeads(MedusaProposer):
         count: int,
     ) -> Seen | None:
         """What requests attend to after a step (`Arrived.of_step`) that verified `drafted` drafts
-        of each, if `count` drafts follow. None for heads without a context. Without further drafts
-        the new pairs are held, and None is returned.
+        of each, if `count` drafts follow. None for heads without a context, and without further
+        drafts: then the new pairs are held, or written at once where that is a part of a recording.
         """
         ring, unread = self._ring, self._unread
         fused = self._core.fused
         if ring is None or unread is None or not isinstance(fused, ContextHeads):
             return None
-        # Held steps must be small: without drafts each request brings at most one pair.
+        # Steps that are held must be small: without drafts each request brings one pair at most.
         most = min(max(drafted) + 1, ring.pairs)
         arrived = Arrived.of_step(
             hidden_TD, ids_T, rows_B, last_ids_B, sampled_B, at, ring.spare, most
@@ -202,7 +207,10 @@ class HeldHeads(MedusaProposer):
             # The token x_{j+1} of a pair is one position after its state.
             copier.write(texts, arrived.slots_N, arrived.positions_N + 1, arrived.ids_N)
         if not count:
-            unread.hold_pairs(arrived)
+            if self.notes_at_once:
+                fused.note(ring, arrived)
+            else:
+                unread.hold_pairs(arrived)
             return None
         seen = fused.look_back(ring, arrived.after(unread.take(), at, ring), at)
         if texts is None or copier is None:
@@ -390,7 +398,10 @@ class MedusaSpeculator(DraftModelSpeculator):
                 drafted_B = sending.sent(drafted, self.device)
                 accepted_B = (num_sampled[:batch] - 1).clamp_min(0)
                 drafter.stopping.settle(at.slots_B, drafted_B, accepted_B)
-        if count and self._graphs is not None and drafter.is_still:
+        if not drafter.drafting:
+            return ids_BK
+        drafter.notes_at_once = self._graphs is not None and not self._graphs.broken
+        if self._graphs is not None and drafter.is_still:
             self._graphs.reads(*drafter.read_by_drafts)
             found_Bk = self._graphs.drafts(
                 step,
@@ -426,7 +437,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         drafter = self.drafter
         at, rows_B, last_ids_B = self._newest(step)
         seen = None
-        if drafted is not None and drafter.drafting:
+        if drafted is not None:
             seen = drafter.look_back(
                 step.hidden_TD,
                 step.ids_T,
@@ -665,6 +676,48 @@ def in_parts_of_our_size(original: Callable[..., Any]) -> Callable[..., Any]:
     return _verify_in_chunks
 
 
+def with_graphs_for_each_number(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`CudaGraphManager._init_candidates`: the model's step is captured whole for one number of
+    drafts, the largest. With any other its attention is launched layer by layer; on an H100 an 8B's
+    step with one draft then took twice as long as one with four. V2 captures all numbers that its
+    own option names for some batch size; here each may be chosen at any. With fewer sequences than
+    numbers the smallest ones are left out.
+    """
+
+    @functools.wraps(original)
+    def _init_candidates(self: Any) -> Any:
+        config = self.vllm_config.speculative_config
+        if not heads_folder(self.vllm_config) or config.uses_dynamic_speculative_decoding():
+            return original(self)
+        most = self.vllm_config.num_speculative_tokens
+        config.num_speculative_tokens_per_batch_size = [
+            (place + 1, place + 1, most - place) for place in range(most + 1)
+        ]
+        try:
+            original(self)
+        finally:
+            config.num_speculative_tokens_per_batch_size = None
+        _offer_each_number(self)
+
+    return _init_candidates
+
+
+def _offer_each_number(manager: Any) -> None:
+    """Offer each step the smallest captured one of every number of drafts. V2 offers only those of
+    the next number of tokens, which may all be of other numbers of drafts.
+    """
+    whole = sorted(
+        manager._capture_descs.get(CUDAGraphMode.FULL, ()), key=lambda step: step.num_tokens
+    )
+    for (tokens, loras), offered in manager._candidates.items():
+        smallest: dict[Any, Any] = {}
+        for step in whole:
+            if step.num_tokens >= tokens and step.num_active_loras == loras:
+                smallest.setdefault((step.uniform_token_count, step.num_ubatches), step)
+        rest = [step for step in offered if step.cg_mode != CUDAGraphMode.FULL]
+        offered[:] = [*smallest.values(), *rest]
+
+
 PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (v2_runner, "init_speculator", with_our_speculator),
     (VllmConfig, "_get_v2_model_runner_unsupported_features", medusa_allowed),
@@ -672,4 +725,9 @@ PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (v2_runner.GPUModelRunner, "take_draft_token_ids", with_as_many_drafts),
     (v2_sampler, "rejection_sample", with_q_as_it_is_read),
     (v2_sampler.RejectionSampler, "_verify_in_chunks", in_parts_of_our_size),
+    *(
+        [(cudagraph_utils.CudaGraphManager, "_init_candidates", with_graphs_for_each_number)]
+        if has_graphs(vllm_version())
+        else []
+    ),
 )

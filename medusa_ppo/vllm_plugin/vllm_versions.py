@@ -37,6 +37,9 @@ FIRST_BLOCK = (0, 32)
 """The first release whose V2 kernels we let verify drafts as a block. The option may be older
 (vLLM's PR 46781), but its first form did not guard placeholders among drafts (50939).
 """
+FIRST_GRAPHS = (0, 32)
+"""The only release whose list of captured steps was read: with it, V2's has all numbers of drafts.
+"""
 V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's own variable; engines that we start get it from engine.runner."""
 
@@ -122,6 +125,11 @@ def can_transfer(version: str) -> bool:
 def has_block(version: str) -> bool:
     """Whether V2's kernels verify drafts as a block."""
     return FIRST_BLOCK <= release(version) <= LAST
+
+
+def has_graphs(version: str) -> bool:
+    """Whether V2 can be made to capture its step for each number of drafts."""
+    return release(version) == FIRST_GRAPHS
 
 
 def has_v2(version: str) -> bool:

@@ -175,24 +175,36 @@ def test_a_step_that_was_recorded_does_not_count_for_the_times_of_steps() -> Non
     assert not scene.graphs.recorded_now
 
 
-def test_where_the_host_decides_nothing_is_replayed() -> None:
-    """Pairs of steps without drafts wait on the host, and are more of them than a recording has;
-    and a step with prompts has more rows.
+@pytest.mark.parametrize("kind", ["context", "copying"])
+def test_steps_without_drafts_are_recorded_too(kind: str) -> None:
+    """Their pairs are written at once. Without recordings they wait on the host until the next
+    drafts, which then find the same.
     """
+    eager, recorded = Scene(False, *KINDS[kind]), Scene(True, *KINDS[kind])
+    for number, count in enumerate([K, K, 0, 0, 0, K, 1, 0, K, K, 1, 0, 1]):
+        drafts = []
+        for scene in (eager, recorded):
+            scene.speculator.drafter.num_drafts = count
+            ids_BK = scene.take([1, 4, 3], number, verified=min(number, 1))
+            drafts.append(ids_BK[:, :count])
+        assert torch.equal(*drafts), number
+        if count:
+            for left, right in zip(eager.kept(), recorded.kept(), strict=True):
+                torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)
+    assert len(recorded.recordings) == len({K, 1, 0})
+    assert len(recorded.speculator.drafter._unread) == 0
+
+
+def test_a_step_with_more_rows_than_a_recording_has_is_not_replayed() -> None:
+    """One with prompts."""
     scene = Scene(True, 4, 0)
     for number in range(EAGER_USES + 1):
         scene.take([1, 4], number)
     (again,) = scene.recordings
-    drafter = scene.speculator.drafter
     replays = again.replays
-    drafter.num_drafts = 0
-    scene.take([1, 4], 20)
-    drafter.num_drafts = K
-    scene.take([1, 4], 21)
-    assert again.replays == replays
-    scene.take([1, 4], 22)
-    assert again.replays == replays + 1
     scene.take([1, 4], 23, verified=K + 1)
+    assert again.replays == replays
+    scene.take([1, 4], 24)
     assert again.replays == replays + 1
 
 
