@@ -573,7 +573,7 @@ class HeadsTrainer:
             else:
                 self.embedding_VD = self.embedding_VD.to(device)
                 moved.append(self.embedding_VD)
-        # A parameter that changes its device loses the node that DDP hooks into, in silence: from
+        # A parameter that changes its device loses the node that DDP hooks into, silently: from
         # then on no gradient would leave its process.
         self._step_losses = self._losses_of_all(init_sync=False)
         return sum(tensor.nbytes for tensor in moved)

@@ -30,9 +30,10 @@ class EngineConfig(Section):
     node, started by us. Or the addresses of running servers, separated by commas. Set it when vLLM
     already runs somewhere, or when other programs use the same server.
     """
-    runner: Literal["v1", "v2"] = "v1"
-    """vLLM's model runner for drafting. `v2` exists in vLLM 0.29 and 0.32, and never ran on a GPU.
-    Set it only to try it out.
+    runner: Literal["v1", "v2"] | None = None
+    """vLLM's model runner for drafting; null: `v2` on a GPU with vLLM 0.32, for an engine of one
+    rank that has CUDA graphs and keeps its memory, since on an H100 drafts paid only there; else
+    `v1`. Set it to v1 if `medusa-ppo doctor --distribution` finds that v2 does not sample honestly.
     """
     replicas: Count = 1
     """Engines that split the prompts of a step; each takes the threads, memory and GPUs that this

@@ -357,7 +357,7 @@ def _of_images(config: RunConfig) -> Iterator[Contradiction]:
         ("engine.backend", COLOCATED, "Only colocated engines can receive images."),
         (
             "engine.runner",
-            "v1",
+            "v1" if config.engine.runner == "v2" else config.engine.runner,
             "Images with draft heads were never run on vLLM's V2 model runner.",
         ),
         (

@@ -39,6 +39,7 @@ from medusa_ppo.vllm_plugin.vllm_versions import (
     FIRST_V2,
     V2_SWITCH,
     has_block,
+    has_graphs,
     has_v2,
     is_cpu_build,
     require_transfer,
@@ -169,7 +170,8 @@ def plan_launch(
         heads = read_heads_config(heads_path, hidden_size, vocab_size)
         _refuse_quantised_lm_head({**model, **text})
         _refuse_quantising(config.extra.get("quantization"), {**model, **text})
-        runner = checked_runner(config, heads)
+        images = model.get("model_type") in VISION_FAMILIES
+        runner = checked_runner(config, images=images)
         max_drafts = heads.num_heads
         if (config.most_drafts or 0) > max_drafts:
             raise ConfigError(
@@ -228,10 +230,12 @@ def graph_sizes(sequences: int, most_drafts: int, most_tokens: int | None = None
     return sorted(size for size in sizes if most_tokens is None or size <= most_tokens)
 
 
-def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
-    """`engine.runner`. Raises UnsupportedVersionError or ConfigError if it is V2 and something here
-    does not support that.
+def checked_runner(config: EngineConfig, *, images: bool) -> str:
+    """`engine.runner` of a settled config. Raises UnsupportedVersionError if it is V2 and something
+    here does not support that.
     """
+    if config.runner is None:
+        return "v2" if _is_fastest_on_v2(config) and not images else "v1"
     if config.runner == "v1":
         return "v1"
     version = vllm_version()
@@ -250,6 +254,20 @@ def checked_runner(config: EngineConfig, heads: HeadsConfig) -> str:
             do="Set engine.runner=v1, or leave it out.",
         )
     return "v2"
+
+
+def _is_fastest_on_v2(config: EngineConfig) -> bool:
+    """Whether drafting is recorded as CUDA graphs there (`vllm_plugin.draft_graphs`). V1 launches
+    its kernels one by one, and on an H100 that took longer than the drafts saved.
+    """
+    return (
+        not is_cpu_build()
+        and has_graphs(vllm_version())
+        and config.ranks == 1
+        and not config.enforce_eager
+        # Sleep was tested on V1 alone.
+        and not config.sleep_level
+    )
 
 
 def _drafting(config: EngineConfig, heads: HeadsConfig | None) -> Drafting:

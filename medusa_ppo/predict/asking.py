@@ -131,7 +131,7 @@ def _width(engine: EngineConfig, model: ModelSizes, heads: HeadsConfig) -> int:
     if engine.draft_vocab is not None:
         return min(engine.draft_vocab or model.vocab, model.vocab)
     large = model.vocab >= LARGE_VOCABULARY and heads.lm_head == "shared"
-    return DRAFT_VOCABULARY if large and engine.runner == "v1" else model.vocab
+    return DRAFT_VOCABULARY if large else model.vocab
 
 
 def _loop(options: PredictOptions, run: RunConfig | None) -> LoopWork:

@@ -203,6 +203,8 @@ def actor(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def engine_config(serving: str) -> EngineConfig:
     return EngineConfig(
+        # V2 has tests of its own (test_speculator.py); many of these look into V1.
+        runner="v1",
         dtype="float32",
         max_num_seqs=64,
         max_model_len=512,

@@ -269,7 +269,9 @@ def test_a_runner_that_the_environment_asks_for_must_be_the_engines(
 
 
 def test_which_model_runner(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """V1, and V2 only where it is asked for and can be had: it never ran on a GPU."""
+    """V1, and V2 where it is asked for and can be had, or by itself where its drafting is recorded
+    as CUDA graphs.
+    """
     heads = heads_folder(tmp_path / "heads")
     context = heads_folder(tmp_path / "context", kind="hydra", context=4)
 
@@ -284,6 +286,10 @@ def test_which_model_runner(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert (runner(), runner(runner="v2"), runner(context, runner="v2")) == ("v1", "v2", "v2")
     everything: dict[str, Any] = {"draft_vocab": 8, "stop_below": 0.1, "memory_bytes": 1000}
     assert runner(runner="v2", num_drafts=2, **everything) == "v2"
+    recorded: dict[str, Any] = {"enforce_eager": False}
+    assert (runner(**recorded), runner(**recorded, runner="v1")) == ("v2", "v1")
+    assert runner(**recorded, sleep_level=1) == "v1"
+    assert runner(**recorded, extra={"tensor_parallel_size": 2}) == "v1"
     monkeypatch.setattr(launch, "vllm_version", lambda: "0.26.0")
     assert runner() == "v1"
     with pytest.raises(UnsupportedVersionError, match=r"0\.26"):
