@@ -1,50 +1,41 @@
-"""What does a step cost on a GPU, by number of drafts and of running sequences, for an actor of a
-given shape? Compared within rounds with vLLM without speculation, in an engine of its own.
+"""What does an engine step cost on a GPU, by number of drafts and of running sequences, and what
+does drafting gain there? Engines of their own, started side by side; then one at a time, in turns.
 
-    python benchmarks/gpu_steps.py --shape 8b --sequences 1,16,64,256 --drafts 0,1,2,4
-        [--runner v2] [--rounds 3] [--json steps.jsonl] [--eager]
+    python benchmarks/gpu_steps.py --shape 8b --sequences 1,16,64
+    python benchmarks/gpu_steps.py --model ACTOR --heads HEADS --data rows.jsonl
+        --template '{prompt}' --sequences 1,32 --arms none,v1,v2,v2-launched
 
-Actor and heads have random weights of the real sizes, so what is accepted means nothing and is
-divided out: a step's seconds are those of a response over the steps that it took, and these are its
-tokens over the tokens of a step. The default heads of a run draft from 8,192 tokens, as a
-run's do with such a vocabulary. New heads into the engine (`swap`) are timed too.
+Arms: `none` is vLLM at its defaults, without speculation; `v1` and `v2` are ours on vLLM's two
+model runners; `v2-launched` is V2 with drafting's kernels launched one by one, not as CUDA graphs.
+
+With --shape, actor and heads have random weights of real sizes, so what is accepted means nothing
+and is divided out: only the milliseconds of a step count. With --model both are real, and so are
+tokens/s. A step's milliseconds are those of a response over its steps, and these are its tokens
+without the accepted ones. Ratios are to `none`, in the same round.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import LlamaConfig
-
-from heads.checkpoint import save_heads, save_state
-from heads.modules import MedusaHeads
-from medusa_ppo.bench.pairs import run_rounds
-from medusa_ppo.bench.rollout_speed import NONE, running_arms
-from medusa_ppo.config.engine_section import EngineConfig
-from medusa_ppo.config.heads_section import HeadsSection
-from medusa_ppo.contract.rollouts import Sampling
-from medusa_ppo.drafting.products import MIN_TOKENS_PER_ENTRY
-from medusa_ppo.runtime.processes import local_ray
-
-# As their model cards say; all as a Llama, so that only the sizes differ.
 SHAPES: dict[str, dict[str, Any]] = {
-    "0.5b": {
-        "hidden_size": 896,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "intermediate_size": 4864,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 128,
+        "vocab_size": 20_000,
+        "tie_word_embeddings": False,
     },
     "1.5b": {
         "hidden_size": 1536,
@@ -52,7 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 12,
         "num_key_value_heads": 2,
         "intermediate_size": 8960,
-        "vocab_size": 151936,
+        "vocab_size": 151_936,
         "tie_word_embeddings": True,
     },
     "8b": {
@@ -60,18 +51,21 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 32,
         "num_attention_heads": 32,
         "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
+        "intermediate_size": 14_336,
+        "vocab_size": 128_256,
         "tie_word_embeddings": False,
     },
 }
-PROMPT, WRITTEN, WIDTH = 64, 128, 8192
-SWAPS = 7
+"""As model cards say, all as a Llama, so that only sizes differ; `tiny` is to try the script out."""
+ARMS = ("none", "v1", "v2", "v2-launched")
+PROMPT, WRITTEN, WIDTH = 64, 96, 8192
 
 
 def write_actor(folder: Path, shape: str) -> None:
     """Only its config: vLLM makes the weights up (`load_format: dummy`)."""
-    config = LlamaConfig(
+    from transformers import LlamaConfig
+
+    LlamaConfig(
         **SHAPES[shape],
         max_position_embeddings=4096,
         bos_token_id=None,
@@ -79,121 +73,181 @@ def write_actor(folder: Path, shape: str) -> None:
         pad_token_id=0,
         architectures=["LlamaForCausalLM"],
         torch_dtype="bfloat16",
-    )
-    config.save_pretrained(folder)
+    ).save_pretrained(folder)
 
 
-def write_heads(folder: Path, shape: str) -> MedusaHeads:
+def write_heads(folder: Path, shape: str) -> None:
+    """Those that a run starts with, but with random weights."""
+    import torch
+
+    from heads.checkpoint import save_heads
+    from heads.modules import MedusaHeads
+    from medusa_ppo.config.heads_section import HeadsSection
+
     torch.manual_seed(0)
     sizes = HeadsSection().sizes(SHAPES[shape]["hidden_size"], SHAPES[shape]["vocab_size"])
     heads = MedusaHeads(sizes).requires_grad_(False).to(torch.bfloat16)
     for parameter in heads.parameters():
         parameter.copy_(torch.randn_like(parameter, dtype=torch.float32) * 0.02)
     save_heads(folder, heads)
-    return heads
 
 
-def measure(options: argparse.Namespace, scratch: Path) -> list[dict[str, Any]]:
-    write_actor(scratch / "actor", options.shape)
-    heads = write_heads(scratch / "heads", options.shape)
-    save_state(scratch / "new.safetensors", heads.trainable_state())
+def prompts_of(options: argparse.Namespace, count: int, seed: int) -> list[list[int]]:
+    drawn = random.Random(seed)
+    if options.shape:
+        vocab = SHAPES[options.shape]["vocab_size"]
+        return [[drawn.randrange(1, vocab) for _ in range(PROMPT)] for _ in range(count)]
+    from medusa_ppo.offline.scene import read_scene
+
+    found = read_scene(options.model, options.data, options.template, WRITTEN).prompts
+    return drawn.sample(found, count)
+
+
+def serve(options: argparse.Namespace) -> None:
+    """One engine: answers each line of the standard input with one of the standard output."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # vLLM writes to the standard output, too.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    from medusa_ppo.config.engine_section import EngineConfig
+    from medusa_ppo.contract.rollouts import Sampling
+    from medusa_ppo.engines.colocated import ColocatedEngine
+    from medusa_ppo.vllm_plugin import draft_graphs
+
+    arm = options.serve
+    if arm == "v2-launched":
+        draft_graphs.EAGER_USES = sys.maxsize
+    extra: dict[str, Any] = {"kv_cache_memory_bytes": options.cache_mib << 20}
+    if options.shape:
+        extra["load_format"] = "dummy"
     config = EngineConfig(
         dtype="bfloat16",
         max_num_seqs=max(options.sequences),
-        max_model_len=PROMPT + WRITTEN + 64,
-        memory_fraction=0.45,
-        runner=options.runner,
-        draft_vocab=WIDTH,
+        max_model_len=512,
+        memory_fraction=0.2,
         enforce_eager=options.eager,
-        extra={"load_format": "dummy"},
+        runner=None if arm == "none" else "v1" if arm == "v1" else "v2",
+        draft_vocab=WIDTH if options.shape and arm != "none" else None,
+        extra=extra,
     )
-    drawn = random.Random(0)
-    vocab = SHAPES[options.shape]["vocab_size"]
-
-    def prompts(count: int) -> list[list[int]]:
-        return [[drawn.randrange(1, vocab) for _ in range(PROMPT)] for _ in range(count)]
-
+    heads = None if arm == "none" else options.heads
     sampling = Sampling(1.0, max_new_tokens=WRITTEN, ignore_eos=True)
-    rows: list[dict[str, Any]] = []
-    with (
-        local_ray(),
-        running_arms(
-            str(scratch / "actor"),
-            str(scratch / "heads"),
-            "",
-            config,
-            0,
-            scratch,
-            others=(),
-            fixed=options.drafts,
-        ) as arms,
-    ):
-        ours = arms[-1].engine
-        seen = 0
-        while seen < MIN_TOKENS_PER_ENTRY * WIDTH:
-            rollouts = ours.generate(prompts(max(options.sequences)), sampling)
-            seen += rollouts.generated_tokens
-        for count in options.sequences:
-            lengths: dict[str, list[float]] = {arm.name: [] for arm in arms}
-
-            def timed(arm: Any, count: int = count, lengths: Any = lengths) -> Any:
-                def turn(number: int) -> float:
-                    arm.prepare()
-                    done = arm.engine.generate(prompts(count), sampling)
-                    length = done.counters.mean_acceptance_length
-                    # Requests of a step without drafts are not counted as drafting.
-                    if arm.choose and done.counters.drafts:
-                        steps = done.generated_tokens - done.counters.accepted
-                        length = done.generated_tokens / steps
-                    lengths[arm.name].append(length)
-                    steps = done.generated_tokens / count / length
-                    return steps / done.seconds
-
-                return turn
-
-            rates = run_rounds({arm.name: timed(arm) for arm in arms}, NONE, options.rounds)
-            for arm in arms:
-                ratios = [1 / ratio for ratio in rates.ratios(arm.name)]
-                row = {
-                    "shape": options.shape,
-                    "runner": options.runner,
-                    "sequences": count,
-                    "arm": arm.name,
-                    "step_ms": 1e3 / rates.median_rate(arm.name),
-                    "step_ratio": statistics.median(ratios),
-                    "step_ratio_low": min(ratios),
-                    "step_ratio_high": max(ratios),
-                    "tokens_a_step": statistics.median(lengths[arm.name]),
-                    "gpu": torch.cuda.get_device_name(),
-                }
-                rows.append(row)
-                sys.stdout.write(
-                    f"{options.shape} {options.runner} {count:4d} {arm.name:16s}"
-                    f" {row['step_ms']:8.3f} ms  x{row['step_ratio']:.3f}"
-                    f" ({min(ratios):.3f} to {max(ratios):.3f})"
-                    f"  {row['tokens_a_step']:.2f} tokens a step\n"
-                )
-                sys.stdout.flush()
-        seconds = []
-        for version in range(1, SWAPS + 1):
-            began = time.monotonic()
-            ours.swap_heads(scratch / "new.safetensors", version)
-            seconds.append(time.monotonic() - began)
-        size = (scratch / "new.safetensors").stat().st_size
-        rows.append(
-            {
-                "shape": options.shape,
-                "runner": options.runner,
-                "arm": "swap",
-                "bytes": size,
-                "seconds": statistics.median(seconds),
+    with ColocatedEngine(options.model, heads, config) as engine:
+        print(json.dumps({"ready": arm}), file=answers, flush=True)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            if asked["drafts"] is not None:
+                choose = asked["drafts"] == "auto"
+                number = engine.max_drafts if choose else asked["drafts"]
+                engine.configure(num_drafts=number, choose=choose)
+            prompts = prompts_of(options, asked["sequences"], asked["seed"])
+            found = engine.generate(prompts, sampling)
+            counters = found.counters
+            steps = (found.generated_tokens - counters.accepted) / asked["sequences"]
+            answer = {
+                "step_ms": 1e3 * found.seconds / steps,
+                "tokens_per_s": found.generated_tokens / found.seconds,
+                "tokens_a_step": found.generated_tokens / steps / asked["sequences"],
+                "drafts": counters.draft_tokens / counters.drafts if counters.drafts else 0.0,
             }
+            print(json.dumps(answer), file=answers, flush=True)
+
+
+class Engine:
+    """An engine in a process of its own."""
+
+    def __init__(self, options: argparse.Namespace, arm: str) -> None:
+        command = [sys.executable, __file__, "--serve", arm]
+        for name in ("shape", "model", "heads", "data", "template", "cache_mib"):
+            if value := getattr(options, name):
+                command += [f"--{name.replace('_', '-')}", str(value)]
+        command += ["--sequences", ",".join(map(str, options.sequences))]
+        command += ["--eager"] * options.eager
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        sys.stdout.write(
-            f"{options.shape} {options.runner} swap of {size / 1e6:.0f} MB:"
-            f" {1e3 * statistics.median(seconds):.1f} ms\n"
-        )
+
+    def read(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"An engine ended with {self.process.wait()}; see above.")
+        return json.loads(line)
+
+    def ask(self, sequences: int, drafts: int | str | None, seed: int) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        asked = {"sequences": sequences, "drafts": drafts, "seed": seed}
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    engines = {arm: Engine(options, arm) for arm in options.arms}
+    rows = []
+    try:
+        for engine in engines.values():
+            engine.read()
+        cases = [(arm, drafts) for arm in options.arms for drafts in variants(options, arm)]
+        for engine in engines.values():
+            # As many tokens as a draft vocabulary waits for.
+            for seed in range(4):
+                engine.ask(max(options.sequences), None, seed)
+        for sequences in options.sequences:
+            found: dict[Any, list[dict[str, Any]]] = {case: [] for case in cases}
+            for number in range(-options.warm, options.rounds):
+                turn = number % len(cases)
+                for arm, drafts in [*cases[turn:], *cases[:turn]]:
+                    answer = engines[arm].ask(sequences, drafts, number + 100)
+                    if number >= 0:
+                        found[arm, drafts].append(answer)
+            rows += [row_of(sequences, case, answers, found) for case, answers in found.items()]
+            for row in rows[-len(cases) :]:
+                sys.stdout.write(line_of(row) + "\n")
+                sys.stdout.flush()
+    finally:
+        for engine in engines.values():
+            engine.close()
     return rows
+
+
+def variants(options: argparse.Namespace, arm: str) -> list[int | str | None]:
+    return [None] if arm == "none" else options.drafts
+
+
+def row_of(
+    sequences: int, case: Any, answers: list[dict[str, Any]], found: dict[Any, Any]
+) -> dict[str, Any]:
+    base = found.get(("none", None), answers)
+    steps = [own["step_ms"] / other["step_ms"] for own, other in zip(answers, base, strict=True)]
+    rates = [
+        own["tokens_per_s"] / other["tokens_per_s"]
+        for own, other in zip(answers, base, strict=True)
+    ]
+    middle = {name: statistics.median(one[name] for one in answers) for name in answers[0]}
+    return {
+        "sequences": sequences,
+        "arm": case[0],
+        "number": case[1],
+        **middle,
+        "step_ratio": (min(steps), statistics.median(steps), max(steps)),
+        "rate_ratio": (min(rates), statistics.median(rates), max(rates)),
+    }
+
+
+def line_of(row: dict[str, Any]) -> str:
+    low, middle, high = row["step_ratio"]
+    least, rate, most = row["rate_ratio"]
+    return (
+        f"{row['sequences']:4d} {row['arm']:12s} K={row['number']}:"
+        f" {row['step_ms']:8.3f} ms a step, x{middle:.2f} ({low:.2f} to {high:.2f}); {row['tokens_a_step']:.2f} tokens a step;"
+        f" {row['tokens_per_s']:.0f} tokens/s, x{rate:.2f} ({least:.2f} to {most:.2f})"
+    )
 
 
 def numbers(text: str) -> list[int]:
@@ -204,19 +258,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--shape", choices=SHAPES, default="8b")
-    parser.add_argument("--sequences", type=numbers, default=[1, 16, 64, 256])
-    parser.add_argument("--drafts", type=numbers, default=[0, 1, 2, 4])
-    parser.add_argument("--runner", choices=("v1", "v2"), default="v1")
+    parser.add_argument("--shape", choices=SHAPES)
+    parser.add_argument("--model", default="")
+    parser.add_argument("--heads", default="")
+    parser.add_argument("--data", default="")
+    parser.add_argument("--template", default="")
+    parser.add_argument("--sequences", type=numbers, default=[1, 16, 64])
+    parser.add_argument("--arms", type=lambda text: text.split(","), default=["none", "v2"])
+    parser.add_argument("--drafts", nargs="+", default=[4, 2, 1, 0, "auto"], help="K, or auto")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warm", type=int, default=2, help="uncounted rounds")
+    parser.add_argument("--cache-mib", type=int, default=3072, help="keys and values of an engine")
     parser.add_argument("--eager", action="store_true", help="neither torch.compile nor graphs")
-    parser.add_argument("--json", type=Path, help="append a line for each row")
+    parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--serve", choices=ARMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="medusa-ppo-steps-") as scratch:
-        rows = measure(options, Path(scratch))
+    options.drafts = [int(n) if str(n).isdigit() else n for n in options.drafts]
+    if unknown := [arm for arm in options.arms if arm not in ARMS]:
+        parser.error(f"given: --arms {','.join(unknown)}  expected: {', '.join(ARMS)}")
+    if not options.shape and not (options.model and options.heads and options.data):
+        parser.error("--shape, or --model with --heads, --data and --template")
+    if options.serve:
+        serve(options)
+        return
+    with tempfile.TemporaryDirectory(prefix="medusa-ppo-steps-") as folder:
+        if options.shape:
+            options.model, options.heads = f"{folder}/actor", f"{folder}/heads"
+            write_actor(Path(options.model), options.shape)
+            write_heads(Path(options.heads), options.shape)
+        rows = measure(options)
     if options.json:
-        with options.json.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row) + "\n" for row in rows)
+        options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
