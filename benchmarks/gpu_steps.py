@@ -56,7 +56,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""As model cards say, all as a Llama, so that only sizes differ; `tiny` is to try the script out."""
+"""As model cards say, all as a Llama, so that only sizes differ; `tiny` is to try this out."""
 ARMS = ("none", "v1", "v2", "v2-launched")
 PROMPT, WRITTEN, WIDTH = 64, 96, 8192
 
@@ -245,7 +245,8 @@ def line_of(row: dict[str, Any]) -> str:
     least, rate, most = row["rate_ratio"]
     return (
         f"{row['sequences']:4d} {row['arm']:12s} K={row['number']}:"
-        f" {row['step_ms']:8.3f} ms a step, x{middle:.2f} ({low:.2f} to {high:.2f}); {row['tokens_a_step']:.2f} tokens a step;"
+        f" {row['step_ms']:8.3f} ms a step, x{middle:.2f} ({low:.2f} to {high:.2f});"
+        f" {row['tokens_a_step']:.2f} tokens a step;"
         f" {row['tokens_per_s']:.0f} tokens/s, x{rate:.2f} ({least:.2f} to {most:.2f})"
     )
 

@@ -122,6 +122,7 @@ class DraftGraphs:
         self._sizes = padded_sizes(requests)
         self._uses: Counter[tuple[Any, ...]] = Counter()
         self._found: dict[tuple[Any, ...], _Recorded] = {}
+        self._places: dict[str, torch.Tensor] = {}
         self._reads: tuple[object, ...] = ()
         self.broken = ""
         self.recorded_now = False
@@ -179,14 +180,19 @@ class DraftGraphs:
         return found.ids_BK[:batch]
 
     def _still(self, step: DraftStep, size: int) -> DraftStep:
-        """Tensors for steps of this size, at addresses that stay."""
-
-        def like(name: str, value: torch.Tensor) -> torch.Tensor:
-            count = {"B": size, "T": size * self._rows, "S": self._spare + 1}[_first(name)]
-            return value.new_zeros(count, *value.shape[1:])
-
-        made = {name: like(name, value) for name, value in step.parts.items()}
-        return replace(step, **made)
+        """Tensors for steps of this size, at addresses that stay. All recordings share them: each
+        has its step copied there before it is replayed.
+        """
+        found = {}
+        for name, value in step.parts.items():
+            most, count = (
+                {"B": many, "T": many * self._rows, "S": self._spare + 1}[_first(name)]
+                for many in (self._sizes[-1], size)
+            )
+            if name not in self._places:
+                self._places[name] = value.new_zeros(most, *value.shape[1:])
+            found[name] = self._places[name][:count]
+        return replace(step, **found)
 
 
 def _first(name: str) -> str:

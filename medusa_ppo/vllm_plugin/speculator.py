@@ -234,7 +234,7 @@ class HeldHeads(MedusaProposer):
             [torch.full_like(positions_N, slot), positions_N, torch.tensor(token_ids[first:])]
         )
         for part_3N in numbers_3N.split(TEXT_TOKENS_AT_ONCE, dim=1):
-            copier.write(texts, *part_3N.to(self.device, non_blocking=True).unbind(0))
+            copier.write(texts, *sending.sent(part_3N, self.device).unbind(0))
 
     def _forget_pairs(self) -> None:
         super()._forget_pairs()
