@@ -351,7 +351,7 @@ def test_runs_end_early_by_request() -> None:
 def test_a_new_requests_text_reaches_the_device_without_waiting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A copy from ordinary memory waits for the forward pass: on an H100 32 new requests took 0.2 s.
+    """A copy from ordinary memory waits for the forward pass; on an H100 32 requests took 0.2 s.
     Everything in one copy from pinned memory, as long as it is short.
     """
     step = Step(pairs=4, copy_parts=2)
