@@ -265,8 +265,9 @@ def _is_fastest_on_v2(config: EngineConfig) -> bool:
         and has_graphs(vllm_version())
         and config.ranks == 1
         and not config.enforce_eager
-        # Sleep was tested on V1 alone.
+        # Sleep and broadcasts were tested on V1 alone.
         and not config.sleep_level
+        and config.transfer == "file"
     )
 
 

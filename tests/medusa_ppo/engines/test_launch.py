@@ -288,7 +288,7 @@ def test_which_model_runner(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert runner(runner="v2", num_drafts=2, **everything) == "v2"
     recorded: dict[str, Any] = {"enforce_eager": False}
     assert (runner(**recorded), runner(**recorded, runner="v1")) == ("v2", "v1")
-    assert runner(**recorded, sleep_level=1) == "v1"
+    assert runner(**recorded, sleep_level=1) == "v1" == runner(**recorded, transfer="broadcast")
     assert runner(**recorded, extra={"tensor_parallel_size": 2}) == "v1"
     monkeypatch.setattr(launch, "vllm_version", lambda: "0.26.0")
     assert runner() == "v1"
