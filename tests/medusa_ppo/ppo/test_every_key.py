@@ -111,7 +111,7 @@ ROWS: dict[str, Row] = {
     "sampling.responses_per_prompt": (2, "sampling", {}),
     "sampling.seeded": (True, "sampling", {}),
     "engine.backend": ("server", "plan", {}),
-    "engine.runner": ("v2", "launch", {}),
+    "engine.runner": ("v1", "launch", {}),
     "engine.replicas": (2, "plan", {}),
     "engine.resource": ("near", "ray_room", {}),
     "engine.dtype": ("float32", "launch", {}),
