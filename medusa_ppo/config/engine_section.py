@@ -33,7 +33,8 @@ class EngineConfig(Section):
     runner: Literal["v1", "v2"] | None = None
     """vLLM's model runner for drafting; null: `v2` on a GPU with vLLM 0.32, for an engine of one
     rank that has CUDA graphs, keeps its memory and gets actors by file, since on an H100 drafts
-    paid only there; else `v1`. Set it to v1 if `medusa-ppo doctor --distribution` finds that v2 does not sample honestly.
+    paid only there; else `v1`. Set it to v1 if `medusa-ppo doctor --distribution` finds that v2
+    does not sample honestly.
     """
     replicas: Count = 1
     """Engines that split the prompts of a step; each takes the threads, memory and GPUs that this
