@@ -244,3 +244,17 @@ def test_texts_of_lays_earlier_parts_prompt_and_response_behind_each_other() -> 
     ]
     # Rows keep the order in which they were asked for.
     assert text.places_GR.flatten()[text.order_N].tolist() == [1, 5]
+
+
+@pytest.mark.parametrize("places", [None, 2])
+def test_it_computes_in_the_dtype_of_its_weights(places: int | None) -> None:
+    """Scores are float32 all the same, since they have the age of a place."""
+    weights = Weights()
+    text = own_text(torch.randint(V, (2, 12), generator=torch.Generator().manual_seed(3)))
+    expected = weights.found(text, places)
+    for name in ("table_VD", "query", "key", "none_A", "value"):
+        setattr(weights, name, getattr(weights, name).detach().bfloat16())
+    found = weights.found(text, places)
+    assert found.dtype == torch.bfloat16
+    # Two places whose scores are close may change ranks.
+    assert float((found.double() - expected).abs().median()) < 0.02 * float(expected.std())
