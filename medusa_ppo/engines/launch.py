@@ -235,7 +235,14 @@ def checked_runner(config: EngineConfig, *, images: bool) -> str:
     here does not support that.
     """
     if config.runner is None:
-        return "v2" if _is_fastest_on_v2(config) and not images else "v1"
+        if images or not _is_fastest_on_v2(config):
+            return "v1"
+        logger.warning(
+            "Drafting on vLLM's V2 model runner, whose samples were tested on Triton's interpreter and"
+            " not yet on a GPU. `medusa-ppo doctor --distribution` tests them here; engine.runner=v1"
+            " is slower."
+        )
+        return "v2"
     if config.runner == "v1":
         return "v1"
     version = vllm_version()

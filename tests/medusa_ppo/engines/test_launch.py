@@ -268,7 +268,12 @@ def test_a_runner_that_the_environment_asks_for_must_be_the_engines(
     assert plan.environment == {"VLLM_USE_V2_MODEL_RUNNER": "1"}
 
 
-def test_which_model_runner(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_model_runner(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """V1, and V2 where it is asked for and can be had, or by itself where its drafting is recorded
     as CUDA graphs.
     """
@@ -287,7 +292,8 @@ def test_which_model_runner(model: Path, tmp_path: Path, monkeypatch: pytest.Mon
     everything: dict[str, Any] = {"draft_vocab": 8, "stop_below": 0.1, "memory_bytes": 1000}
     assert runner(runner="v2", num_drafts=2, **everything) == "v2"
     recorded: dict[str, Any] = {"enforce_eager": False}
-    assert (runner(**recorded), runner(**recorded, runner="v1")) == ("v2", "v1")
+    assert runner(**recorded, runner="v1") == "v1" and "interpreter" not in caplog.text
+    assert runner(**recorded) == "v2" and "doctor --distribution" in caplog.text
     assert runner(**recorded, sleep_level=1) == "v1" == runner(**recorded, transfer="broadcast")
     assert runner(**recorded, extra={"tensor_parallel_size": 2}) == "v1"
     monkeypatch.setattr(launch, "vllm_version", lambda: "0.26.0")
