@@ -238,9 +238,9 @@ def checked_runner(config: EngineConfig, *, images: bool) -> str:
         if images or not _is_fastest_on_v2(config):
             return "v1"
         logger.warning(
-            "Drafting on vLLM's V2 model runner, whose samples were tested on Triton's interpreter and"
-            " not yet on a GPU. `medusa-ppo doctor --distribution` tests them here; engine.runner=v1"
-            " is slower."
+            "Drafting on vLLM's V2 model runner, whose samples were tested on Triton's interpreter,"
+            " not yet on a GPU. `medusa-ppo doctor --distribution` tests them here;"
+            " engine.runner=v1 was tested, and is slower."
         )
         return "v2"
     if config.runner == "v1":
