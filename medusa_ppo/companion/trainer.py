@@ -363,6 +363,8 @@ class HeadsTrainer:
             self.team.add_up(total_K)
         loss_K = torch.zeros(self.heads.config.num_heads)
         self._optimizer.zero_grad(set_to_none=True)
+        if self._step_losses is None:
+            self._step_losses = self._losses_of_all(init_sync=False)
         micros = [
             part
             for micro_N3 in picks_N3.split(self._micro_positions)
@@ -574,8 +576,9 @@ class HeadsTrainer:
                 self.embedding_VD = self.embedding_VD.to(device)
                 moved.append(self.embedding_VD)
         # A parameter that changes its device loses the node that DDP hooks into, silently: from
-        # then on no gradient would leave its process.
-        self._step_losses = self._losses_of_all(init_sync=False)
+        # then on no gradient would leave its process. The next step makes it anew, so that its
+        # buffers, as large as all gradients, don't exist while nothing is trained.
+        self._step_losses = None
         return sum(tensor.nbytes for tensor in moved)
 
     def state_dict(self, *, copied: bool = True) -> dict[str, torch.Tensor]:

@@ -81,7 +81,10 @@ def with_draft_context(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
         verified = scheduler_output.scheduled_spec_decode_tokens
         drafts = [verified.get(key, ()) for key in self.input_batch.req_ids]
-        placeholders = [sum(token < 0 for token in ids) for ids in drafts]
+        placeholders: Sequence[int] = ()
+        # They stand at the end; this looks at one token of each request in every step.
+        if any(ids and ids[-1] < 0 for ids in drafts):
+            placeholders = [sum(token < 0 for token in ids) for ids in drafts]
         hidden_TD = args[states] if len(args) > states else kwargs["sample_hidden_states"]
         return _drafts_after(
             self,
@@ -89,7 +92,7 @@ def with_draft_context(original: Callable[..., Any]) -> Callable[..., Any]:
             sampled_token_ids,
             [len(ids) for ids in drafts],
             hidden_TD,
-            placeholders if any(placeholders) else (),
+            placeholders,
         )
 
     return propose_draft_token_ids

@@ -146,6 +146,32 @@ def test_after_a_plain_step_drafts_are_asked_for(
         assert runner._draft_token_ids is drafts
 
 
+@pytest.mark.parametrize(
+    ("verified", "placeholders"),
+    [
+        ({"a": [4, 5], "b": [6]}, ()),
+        ({"a": [4, 5], "b": [-1, -1]}, [0, 2]),
+        ({"a": [7, -1]}, [1, 0]),
+    ],
+)
+def test_placeholders_are_told_apart_from_drafts(
+    monkeypatch: pytest.MonkeyPatch, verified: dict[str, list[int]], placeholders: list[int]
+) -> None:
+    """They have rows, as drafts have, but nobody drafted them."""
+    monkeypatch.setattr(v1_runner, "_is_ours", lambda _: True)
+    told: list[Any] = []
+    monkeypatch.setattr(v1_runner, "_drafts_after", lambda *args: told.append(args[3:]))
+    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=["a", "b"]))
+    step = SimpleNamespace(scheduled_spec_decode_tokens=verified)
+
+    def stock(self: Any, scheduler_output: Any, sampled_token_ids: Any, sample_hidden_states: Any):
+        raise AssertionError("ours drafts")
+
+    v1_runner.with_draft_context(stock)(runner, step, [[1], [2]], sample_hidden_states="states")
+    counts = [len(verified.get(key, ())) for key in ("a", "b")]
+    assert told == [(counts, "states", placeholders)]
+
+
 def test_a_step_that_fails_leaves_speculation_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(v1_runner, "_is_ours", lambda _: True)
     runner = a_runner()
