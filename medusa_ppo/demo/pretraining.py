@@ -166,7 +166,10 @@ def _new_model(recipe: Recipe, vocab_size: int, end_id: int) -> LlamaForCausalLM
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        return LlamaForCausalLM(config)
+        model = LlamaForCausalLM(config)
+    # For texts this short plain products are faster than torch's fused attention.
+    model.set_attn_implementation("eager")
+    return model
 
 
 def _loss(

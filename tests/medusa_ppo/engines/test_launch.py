@@ -384,6 +384,15 @@ def test_one_openmp_is_loaded_first_whatever_vllm_left_here(
     assert process_environment(EngineConfig(), has_gpu=False)["LD_PRELOAD"] == str(ours)
 
 
+def test_engines_of_other_settings_share_compiled_kernels_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("medusa_ppo.engines.launch.is_cpu_build", lambda: True)
+    assert process_environment(EngineConfig(), has_gpu=False)["VLLM_USE_AOT_COMPILE"] == "0"
+    monkeypatch.setattr("medusa_ppo.engines.launch.is_cpu_build", lambda: False)
+    assert "VLLM_USE_AOT_COMPILE" not in process_environment(EngineConfig(), has_gpu=True)
+
+
 def test_counters_page_is_summed_over_engines() -> None:
     by_position = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
     page = "\n".join(
