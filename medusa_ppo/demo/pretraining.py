@@ -166,10 +166,7 @@ def _new_model(recipe: Recipe, vocab_size: int, end_id: int) -> LlamaForCausalLM
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        model = LlamaForCausalLM(config)
-    # For texts this short plain products are faster than torch's fused attention.
-    model.set_attn_implementation("eager")
-    return model
+        return LlamaForCausalLM(config)
 
 
 def _loss(
