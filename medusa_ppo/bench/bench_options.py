@@ -62,8 +62,8 @@ class RolloutBench:
         tuple[str, ...],
         Option(
             help=(
-                "vLLM's own ways to draft, each an arm: ngram, suffix (needs arctic-inference), or"
-                " none."
+                "More arms: ngram and suffix (needs arctic-inference), vLLM's own ways to draft;"
+                " again, a second engine without speculation, which shows the noise; or none."
             )
         ),
     ] = ("ngram",)

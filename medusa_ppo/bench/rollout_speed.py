@@ -37,6 +37,11 @@ OTHERS: dict[str, dict[str, Any]] = {
     "suffix": {},
 }
 """vLLM's own ways to draft without a model: the name of each in vLLM, and its settings."""
+AGAIN = "again"
+"""The other arm that can be asked for: a second engine without speculation. Its ratio to the first
+shows how far two equal engines differ on this machine.
+"""
+SECOND_NONE = "none, again"
 MIN_SEQUENCES = 6
 """Minimum number of sequences per round, so that no batch is judged by a single response."""
 LEARNING_ROUNDS = 4
@@ -91,7 +96,7 @@ def running_arms(
         config: settings that all engines share; `draft_temperature` and `num_drafts` apply to our
             arms only.
         scratch: folder for the stock arm's copy of its heads.
-        others: names in OTHERS, each an arm.
+        others: names in OTHERS, or AGAIN; each is an arm.
         fixed: fixed numbers of drafts, each an arm; empty: one arm that drafts with all heads.
     """
     ours = plan_launch(model, heads, config, seed)
@@ -108,7 +113,9 @@ def running_arms(
             arms.append(
                 Arm(STOCK, start(_stock_plan(plain, ours.max_drafts, stock_heads, scratch)))
             )
-        for name in others:
+        if AGAIN in others:
+            arms.append(Arm(SECOND_NONE, start(plain)))
+        for name in (name for name in others if name != AGAIN):
             settings = {"method": name, "num_speculative_tokens": ours.max_drafts, **OTHERS[name]}
             arms.append(Arm(name, start(_with_speculation(plain, settings))))
         # One engine for all of our arms: they differ in drafting, not in what is loaded.
@@ -124,11 +131,11 @@ def running_arms(
 def _others(names: Sequence[str]) -> list[str]:
     names = [name for name in names if name != NONE]
     for name in names:
-        if name not in OTHERS:
+        if name not in (*OTHERS, AGAIN):
             raise ConfigError(
-                "vLLM has no such way to draft.",
+                "There is no such arm.",
                 given=f"others: {name}",
-                expected=", ".join([NONE, *OTHERS]),
+                expected=", ".join([NONE, *OTHERS, AGAIN]),
                 do="Name one of them.",
             )
     # vLLM would report this too, but only when that engine starts, minutes later.
@@ -320,7 +327,16 @@ def verdict(result: Mapping[str, Any]) -> list[str]:
         f"Ours against no speculation: {to_none} sequences {median}.",
         f"Chosen against the best fixed number of drafts: {to_fixed}.",
     ]
-    return [*said, *([f"Ours against stock Medusa: {to_stock}."] if stock else [])]
+    if stock:
+        said.append(f"Ours against stock Medusa: {to_stock}.")
+    again = [
+        f"x{row['ratio']:.2f} at {row['batch']}"
+        for row in result["rows"]
+        if row["arm"] == SECOND_NONE
+    ]
+    if again:
+        said.append(f"A second engine without speculation against the first: {', '.join(again)}.")
+    return said
 
 
 def plot(result: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import json
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ from medusa_ppo.bench.bench_page import draw_ratios, write_bench
 from medusa_ppo.bench.pairs import table_of
 from medusa_ppo.bench.rollout_speed import RolloutBench
 from medusa_ppo.cli.app import app
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.runtime.console import OfflineProgress
 
 
@@ -205,6 +207,46 @@ def test_options_of_the_command_line_arrive_and_are_written(
     wrong = CliRunner().invoke(app, [*words, "--fixed=-1"])
     assert wrong.exit_code == 2 and "--fixed takes numbers from 0 on" in wrong.output
     assert CliRunner().invoke(app, [*words, "--fixed", "0,1"]).exit_code == 0
+
+
+def test_a_second_engine_without_speculation_shows_the_noise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[str] = []
+
+    class Engine:
+        def __init__(self, model: str, heads: None, config: Any, seed: int, plan: Any) -> None:
+            started.append(plan)
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *raised: object) -> None:
+            """Nothing is open."""
+
+    class Plan:
+        max_drafts = 4
+
+    monkeypatch.setattr(rollout, "RayEngine", Engine)
+    monkeypatch.setattr(
+        rollout, "plan_launch", lambda model, heads, config, seed: Plan() if heads else "plain"
+    )
+    config = EngineConfig()
+    with rollout.running_arms("m", "h", "", config, 0, tmp_path, others=("again",)) as arms:
+        assert [arm.name for arm in arms] == [
+            "none",
+            "none, again",
+            "ours, K = 4",
+            "ours, K chosen",
+        ]
+        assert arms[0].engine is not arms[1].engine and started[:2] == ["plain", "plain"]
+    rows = [
+        {"batch": 4, "arm": "none", "ratio": 1.0},
+        {"batch": 4, "arm": "none, again", "ratio": 0.97},
+        {"batch": 4, "arm": "ours, K chosen", "ratio": 1.2},
+    ]
+    said = rollout.verdict({"rows": rows})
+    assert said[-1] == "A second engine without speculation against the first: x0.97 at 4."
 
 
 def test_an_arm_that_vllm_does_not_have_here_is_refused_before_anything_starts(
