@@ -28,6 +28,7 @@ from heads.heads_config import HeadsConfig
 from medusa_ppo.config.engine_section import AUTO, EngineConfig
 from medusa_ppo.config.model_section import VISION_FAMILIES
 from medusa_ppo.runtime.control_guard import GUARD
+from medusa_ppo.runtime.files import cache_folder
 from medusa_ppo.runtime.hardware import settled_engine
 from medusa_ppo.vllm_plugin.speculation import (
     LOSSLESS,
@@ -68,12 +69,10 @@ ENVIRONMENT = {
     # vLLM would report each start to its developers.
     "VLLM_NO_USAGE_STATS": "1",
 }
-CPU_ENVIRONMENT = {
-    # Otherwise vLLM keeps compiled kernels by its whole configuration, so an engine with drafts
-    # shares none with one without, and each start compiles for half a minute. With this torch keeps
-    # them by what they compute. The same kernels run either way.
-    "VLLM_USE_AOT_COMPILE": "0",
-}
+KERNELS = "TORCHINDUCTOR_CACHE_DIR"
+"""Where torch keeps compiled kernels: a folder of this user, since torch's own choice is in /tmp,
+and it runs what it finds there.
+"""
 # The `vllm` command of the CPU wheel does not start; the module does.
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 OPENMP = re.compile(r"lib(g|i)?omp[^/]*$")
@@ -564,8 +563,14 @@ def _tokenizer_end(model_path: str | Path) -> list[int]:
 
 
 def vllm_environment() -> dict[str, str]:
-    """vLLM's own variables; they must be set before it is imported."""
-    return ENVIRONMENT | (CPU_ENVIRONMENT if is_cpu_build() else {})
+    """Variables of vLLM and torch; they must be set before vLLM is imported."""
+    if not is_cpu_build():
+        return ENVIRONMENT
+    # By default vLLM keeps compiled kernels by its whole configuration, so an engine with drafts
+    # shares none with one without, and each start compiles for half a minute. With this torch keeps
+    # them by what they compute. The same kernels run either way.
+    kept = os.environ.get(KERNELS) or str(cache_folder("kernels"))
+    return ENVIRONMENT | {"VLLM_USE_AOT_COMPILE": "0", KERNELS: kept}
 
 
 def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str]:

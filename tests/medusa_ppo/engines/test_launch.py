@@ -385,10 +385,19 @@ def test_one_openmp_is_loaded_first_whatever_vllm_left_here(
 
 
 def test_engines_of_other_settings_share_compiled_kernels_on_a_cpu(
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def environment() -> dict[str, str]:
+        return process_environment(EngineConfig(), has_gpu=False)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setattr("medusa_ppo.engines.launch.is_cpu_build", lambda: True)
-    assert process_environment(EngineConfig(), has_gpu=False)["VLLM_USE_AOT_COMPILE"] == "0"
+    assert environment()["VLLM_USE_AOT_COMPILE"] == "0"
+    # Torch's own folder is in /tmp, where others may have put something; it runs what is there.
+    assert environment()["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "medusa-ppo" / "kernels")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/kernels")
+    assert environment()["TORCHINDUCTOR_CACHE_DIR"] == "/kernels"
     monkeypatch.setattr("medusa_ppo.engines.launch.is_cpu_build", lambda: False)
     assert "VLLM_USE_AOT_COMPILE" not in process_environment(EngineConfig(), has_gpu=True)
 
