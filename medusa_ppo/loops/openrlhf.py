@@ -44,6 +44,7 @@ from medusa_ppo.loops.remote import (
     refuse,
     sum_counters,
 )
+from medusa_ppo.runtime.processes import on_one_node
 
 logger = logging.getLogger(__name__)
 
@@ -291,9 +292,7 @@ def install(config: RunConfig) -> None:
         num_engines: int, tensor_parallel_size: int, pretrain: str, *args: Any, **kwargs: Any
     ) -> Any:
         # Ray may put engines on any of its nodes.
-        attachment = RemoteAttachment(
-            config, pretrain, folder[0], several_nodes=len(ray.nodes()) > 1
-        )
+        attachment = RemoteAttachment(config, pretrain, folder[0], several_nodes=not on_one_node())
         # Kept because the arguments name its folder, which disappears with it.
         kept.append(attachment)
         vllm_engine.RolloutRayActor = rollout_actor(
