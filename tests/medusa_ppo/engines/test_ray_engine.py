@@ -152,9 +152,12 @@ def test_conditioned_heads_draft_step_by_step(
         save_state(tmp_path / "actor.safetensors", actor.model.state_dict())
         engine.sync_actor(tmp_path / "actor.safetensors", 2)
         sampling = Sampling(0.8, max_new_tokens=40, ignore_eos=True, seed=6)
+        # Where the engine chooses, its clock decides whether it drafts at all.
+        engine.configure(num_drafts=3, choose=False)
         rollouts = engine.generate(actor.prompts[:40], sampling)
         assert rollouts.counters.drafts > 0
         assert abs(honesty_z(*sampled_rows(actor.model, rollouts), sampling)) < 3
+        engine.configure(num_drafts=3, choose=True)
         greedy = Sampling(0.0, max_new_tokens=40, ignore_eos=True)
         chosen = engine.generate(actor.prompts[:16], greedy)
         engine.configure(num_drafts=0)
