@@ -14,6 +14,7 @@ import re
 import runpy
 import signal
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -569,8 +570,16 @@ def vllm_environment() -> dict[str, str]:
     # By default vLLM keeps compiled kernels by its whole configuration, so an engine with drafts
     # shares none with one without, and each start compiles for half a minute. With this torch keeps
     # them by what they compute. The same kernels run either way.
-    kept = os.environ.get(KERNELS) or str(cache_folder("kernels"))
-    return ENVIRONMENT | {"VLLM_USE_AOT_COMPILE": "0", KERNELS: kept}
+    return ENVIRONMENT | {"VLLM_USE_AOT_COMPILE": "0", KERNELS: _kernels_folder()}
+
+
+def _kernels_folder() -> str:
+    """The user's choice; else ours. Torch writes its own default into the environment when it is
+    imported, which must not pass for a choice.
+    """
+    found = os.environ.get(KERNELS, "")
+    default = os.path.join(tempfile.gettempdir(), "torchinductor_")
+    return str(cache_folder("kernels")) if not found or found.startswith(default) else found
 
 
 def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str]:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -395,6 +396,10 @@ def test_engines_of_other_settings_share_compiled_kernels_on_a_cpu(
     monkeypatch.setattr("medusa_ppo.engines.launch.is_cpu_build", lambda: True)
     assert environment()["VLLM_USE_AOT_COMPILE"] == "0"
     # Torch's own folder is in /tmp, where others may have put something; it runs what is there.
+    assert environment()["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "medusa-ppo" / "kernels")
+    # Torch writes that into the environment when it is imported.
+    torchs = Path(tempfile.gettempdir()) / "torchinductor_somebody"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(torchs))
     assert environment()["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "medusa-ppo" / "kernels")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/kernels")
     assert environment()["TORCHINDUCTOR_CACHE_DIR"] == "/kernels"
