@@ -17,6 +17,8 @@ import subprocess
 import sys
 import time
 
+from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.engines.launch import AHEAD_OF_TIME, KERNELS, plan_launch, process_environment
 from medusa_ppo.runtime.files import OwnedFolder
 
 SEQUENCES = (1, 2, 1)
@@ -26,9 +28,6 @@ READY = "ready after"
 
 def start(model: str, dtype: str, sequences: int) -> None:
     """Start an engine in this process, and say how long it took."""
-    from medusa_ppo.config.engine_section import EngineConfig
-    from medusa_ppo.engines.launch import plan_launch
-
     config = EngineConfig(
         dtype=dtype, max_num_seqs=sequences, max_model_len=256, enforce_eager=False
     )
@@ -44,15 +43,12 @@ def start(model: str, dtype: str, sequences: int) -> None:
 
 def seconds_of_starts(model: str, dtype: str, ahead_of_time: str) -> list[float]:
     """Seconds of each start, from empty caches on."""
-    from medusa_ppo.config.engine_section import EngineConfig
-    from medusa_ppo.engines.launch import process_environment
-
     caches = OwnedFolder("medusa-ppo-bench-")
     environment = os.environ | process_environment(EngineConfig(), has_gpu=False)
     environment |= {
-        "VLLM_USE_AOT_COMPILE": ahead_of_time,
+        AHEAD_OF_TIME: ahead_of_time,
+        KERNELS: str(caches.path / "torch"),
         "VLLM_CACHE_ROOT": str(caches.path / "vllm"),
-        "TORCHINDUCTOR_CACHE_DIR": str(caches.path / "torch"),
     }
     seconds = []
     for sequences in SEQUENCES:
@@ -83,7 +79,7 @@ def main() -> None:
             told = ", ".join(
                 f"{took:.1f} s for {count}" for took, count in zip(seconds, SEQUENCES, strict=True)
             )
-            sys.stdout.write(f"VLLM_USE_AOT_COMPILE={ahead_of_time}: {told} sequences\n")
+            sys.stdout.write(f"{AHEAD_OF_TIME}={ahead_of_time}: {told} sequences\n")
             sys.stdout.flush()
 
 

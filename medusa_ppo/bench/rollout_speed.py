@@ -113,9 +113,10 @@ def running_arms(
             arms.append(
                 Arm(STOCK, start(_stock_plan(plain, ours.max_drafts, stock_heads, scratch)))
             )
-        if AGAIN in others:
-            arms.append(Arm(SECOND_NONE, start(plain)))
-        for name in (name for name in others if name != AGAIN):
+        for name in others:
+            if name == AGAIN:
+                arms.append(Arm(SECOND_NONE, start(plain)))
+                continue
             settings = {"method": name, "num_speculative_tokens": ours.max_drafts, **OTHERS[name]}
             arms.append(Arm(name, start(_with_speculation(plain, settings))))
         # One engine for all of our arms: they differ in drafting, not in what is loaded.
@@ -308,34 +309,31 @@ def table(result: Mapping[str, Any]) -> Table:
 
 def verdict(result: Mapping[str, Any]) -> list[str]:
     """The sentences that a reader wants first."""
-    chosen = {row["batch"]: row["ratio"] for row in result["rows"] if row["arm"] == CHOSEN}
-    stock = {row["batch"]: row["ratio"] for row in result["rows"] if row["arm"] == STOCK}
-    to_none = ", ".join(f"x{ratio:.2f} at {batch}" for batch, ratio in chosen.items())
-    to_stock = ", ".join(
-        f"x{chosen[batch] / ratio:.2f} at {batch}" for batch, ratio in stock.items()
-    )
+
+    def of(arm: str) -> dict[int, float]:
+        return {row["batch"]: row["ratio"] for row in result["rows"] if row["arm"] == arm}
+
+    def told(ratios: Mapping[int, float], base: Mapping[int, float] | None = None) -> str:
+        return ", ".join(
+            f"x{ratio / (base[batch] if base else 1.0):.2f} at {batch}"
+            for batch, ratio in ratios.items()
+        )
+
+    chosen, stock, again = of(CHOSEN), of(STOCK), of(SECOND_NONE)
     # Zero drafts is a fixed number, too; its ratio is 1.
     fixed = dict.fromkeys(chosen, 1.0)
     for row in result["rows"]:
         if row["arm"].startswith(FIXED.format("")):
             fixed[row["batch"]] = max(fixed[row["batch"]], row["ratio"])
-    to_fixed = ", ".join(
-        f"x{ratio / fixed[batch]:.2f} at {batch}" for batch, ratio in chosen.items()
-    )
     median = f"(median over batch sizes x{statistics.median(chosen.values()):.2f})"
     said = [
-        f"Ours against no speculation: {to_none} sequences {median}.",
-        f"Chosen against the best fixed number of drafts: {to_fixed}.",
+        f"Ours against no speculation: {told(chosen)} sequences {median}.",
+        f"Chosen against the best fixed number of drafts: {told(chosen, fixed)}.",
     ]
     if stock:
-        said.append(f"Ours against stock Medusa: {to_stock}.")
-    again = [
-        f"x{row['ratio']:.2f} at {row['batch']}"
-        for row in result["rows"]
-        if row["arm"] == SECOND_NONE
-    ]
+        said.append(f"Ours against stock Medusa: {told(chosen, stock)}.")
     if again:
-        said.append(f"A second engine without speculation against the first: {', '.join(again)}.")
+        said.append(f"A second engine without speculation against the first: {told(again)}.")
     return said
 
 

@@ -31,7 +31,7 @@ from medusa_ppo.engines.calibration import (
     rows_of,
 )
 from medusa_ppo.engines.kept_tables import keep_table
-from medusa_ppo.engines.launch import KERNELS, LaunchPlan, plan_launch, vllm_environment
+from medusa_ppo.engines.launch import ENVIRONMENT, LaunchPlan, kernels_environment, plan_launch
 from medusa_ppo.engines.pieces import UNFINISHED, Ended, Finished, Partly, request_seed, tell
 from medusa_ppo.vllm_plugin.worker_calls import Drafting, first_of, raise_reported
 
@@ -529,12 +529,10 @@ class AttachedEngine(base.WorkerEngine):
 
 
 def _start(plan: LaunchPlan) -> LLM:
-    for name, value in vllm_environment().items():
+    for name, value in ENVIRONMENT.items():
         # Before importing vLLM, which sets up its logging.
-        if name == KERNELS:
-            os.environ[name] = value  # Torch may have set it when it was imported.
         os.environ.setdefault(name, value)
-    os.environ.update(plan.environment)
+    os.environ.update(plan.environment | kernels_environment())
     with _engine_errors("starting"):
         from vllm import LLM
 

@@ -70,6 +70,7 @@ ENVIRONMENT = {
     # vLLM would report each start to its developers.
     "VLLM_NO_USAGE_STATS": "1",
 }
+AHEAD_OF_TIME = "VLLM_USE_AOT_COMPILE"
 KERNELS = "TORCHINDUCTOR_CACHE_DIR"
 """Where torch keeps compiled kernels: a folder of this user, since torch's own choice is in /tmp,
 and it runs what it finds there.
@@ -563,23 +564,20 @@ def _tokenizer_end(model_path: str | Path) -> list[int]:
 # ---- the process
 
 
-def vllm_environment() -> dict[str, str]:
-    """Variables of vLLM and torch; they must be set before vLLM is imported."""
-    if not is_cpu_build():
-        return ENVIRONMENT
-    # By default vLLM keeps compiled kernels by its whole configuration, so an engine with drafts
-    # shares none with one without, and each start compiles for half a minute. With this torch keeps
-    # them by what they compute. The same kernels run either way.
-    return ENVIRONMENT | {"VLLM_USE_AOT_COMPILE": "0", KERNELS: _kernels_folder()}
-
-
-def _kernels_folder() -> str:
-    """The user's choice; else ours. Torch writes its own default into the environment when it is
-    imported, which must not pass for a choice.
+def kernels_environment() -> dict[str, str]:
+    """Variables by which engines on a CPU share compiled kernels, the user's values first; they
+    must be set before an engine starts.
     """
-    found = os.environ.get(KERNELS, "")
-    default = os.path.join(tempfile.gettempdir(), "torchinductor_")
-    return str(cache_folder("kernels")) if not found or found.startswith(default) else found
+    if not is_cpu_build():
+        return {}
+    # Torch writes its own default into the environment when it is imported; nobody chose it.
+    chosen = os.environ.get(KERNELS, "")
+    if not chosen or chosen.startswith(os.path.join(tempfile.gettempdir(), "torchinductor_")):
+        chosen = str(cache_folder("kernels"))
+    # By default vLLM keeps compiled kernels by its whole configuration, so an engine with drafts
+    # shares none with one without, and each start compiles for half a minute. With 0 torch keeps
+    # them by what they compute. The same kernels run either way.
+    return {AHEAD_OF_TIME: os.environ.get(AHEAD_OF_TIME, "0"), KERNELS: chosen}
 
 
 def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str]:
@@ -587,7 +585,8 @@ def process_environment(config: EngineConfig, *, has_gpu: bool) -> dict[str, str
     there.
     """
     env = {
-        **vllm_environment(),
+        **ENVIRONMENT,
+        **kernels_environment(),
         "PYTHONWARNINGS": "ignore::FutureWarning",
         "TORCH_CPP_LOG_LEVEL": "ERROR",
     }

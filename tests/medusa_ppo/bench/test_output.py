@@ -214,6 +214,7 @@ def test_a_second_engine_without_speculation_shows_the_noise(
 ) -> None:
     started: list[str] = []
 
+    # Stands in for three real engines: which ones start is all that is asked here.
     class Engine:
         def __init__(self, model: str, heads: None, config: Any, seed: int, plan: Any) -> None:
             started.append(plan)
