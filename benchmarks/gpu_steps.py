@@ -12,11 +12,15 @@ With --shape, actor and heads have random weights of real sizes, so what is acce
 and is divided out: only the milliseconds of a step count. With --model both are real, and so are
 tokens/s. A step's milliseconds are those of a response over its steps, and these are its tokens
 without the accepted ones. Ratios are to `none`, in the same round.
+
+--trace FOLDER shows instead where a step with the first of --drafts goes: milliseconds of its
+phases on the host and of their kernels, the longest kernels, and a file for chrome://tracing.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -59,6 +63,9 @@ SHAPES: dict[str, dict[str, Any]] = {
 """As model cards say, all as a Llama, so that only sizes differ; `tiny` is to try this out."""
 ARMS = ("none", "v1", "v2", "v2-launched")
 PROMPT, WRITTEN, WIDTH = 64, 96, 8192
+TRACED, LONGEST = 16, 30
+"""Tokens that a traced response has, and kernels that are listed."""
+PHASE = "phase: "
 
 
 def write_actor(folder: Path, shape: str) -> None:
@@ -131,6 +138,8 @@ def serve(options: argparse.Namespace) -> None:
         extra=extra,
     )
     heads = None if arm == "none" else options.heads
+    if options.trace:
+        mark_phases()
     sampling = Sampling(1.0, max_new_tokens=WRITTEN, ignore_eos=True)
     with ColocatedEngine(options.model, heads, config) as engine:
         print(json.dumps({"ready": arm}), file=answers, flush=True)
@@ -141,6 +150,9 @@ def serve(options: argparse.Namespace) -> None:
                 number = engine.max_drafts if choose else asked["drafts"]
                 engine.configure(num_drafts=number, choose=choose)
             prompts = prompts_of(options, asked["sequences"], asked["seed"])
+            if "trace" in asked:
+                print(json.dumps(traced(engine, prompts, asked["trace"])), file=answers, flush=True)
+                continue
             found = engine.generate(prompts, sampling)
             counters = found.counters
             steps = (found.generated_tokens - counters.accepted) / asked["sequences"]
@@ -153,6 +165,75 @@ def serve(options: argparse.Namespace) -> None:
             print(json.dumps(answer), file=answers, flush=True)
 
 
+def mark_phases() -> None:
+    """Name the phases of a step in a trace."""
+    import torch
+    import vllm.v1.worker.gpu.model_runner as v2_runner
+    import vllm.v1.worker.gpu.spec_decode.rejection_sampler as v2_sampler
+
+    from medusa_ppo.vllm_plugin import speculator
+
+    def named(name: str, call: Any) -> Any:
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch.profiler.record_function(name):
+                return call(*args, **kwargs)
+
+        return run
+
+    runner = v2_runner.GPUModelRunner
+    for owner, method, name in (
+        (runner, "execute_model", PHASE + "model"),
+        (runner, "sample_tokens", PHASE + "sample and draft"),
+        (v2_sampler.RejectionSampler, "__call__", PHASE + "  verification"),
+        (speculator.DraftsToVerify, "table", PHASE + "    table of q"),
+        (speculator.MedusaSpeculator, "propose", PHASE + "  drafting"),
+    ):
+        setattr(owner, method, named(name, getattr(owner, method)))
+
+
+def traced(engine: Any, prompts: list[list[int]], path: str) -> dict[str, Any]:
+    """Milliseconds a step of phases and kernels. Prompts are read before the trace begins: they are
+    in the prefix cache, but for the last block.
+    """
+    import torch
+
+    from medusa_ppo.contract.rollouts import Sampling
+
+    sampling = Sampling(1.0, max_new_tokens=TRACED, ignore_eos=True)
+    engine.generate(prompts, sampling)
+    kinds = torch.profiler.ProfilerActivity
+    known = [kinds.CPU] + [kinds.CUDA] * torch.cuda.is_available()
+    with torch.profiler.profile(activities=known) as profile:
+        found = engine.generate(prompts, sampling)
+    profile.export_chrome_trace(path)
+    steps = (found.generated_tokens - found.counters.accepted) / len(prompts)
+    rows = profile.key_averages()
+    host = torch.autograd.DeviceType.CPU
+    kernels = [row for row in rows if row.device_type != host and not row.key.startswith(PHASE)]
+    kernels.sort(key=lambda row: -row.self_device_time_total)
+    milliseconds = 1e3 * steps
+    return {
+        "steps": steps,
+        "phases": [
+            (
+                row.key,
+                row.count / steps,
+                row.cpu_time_total / milliseconds,
+                row.device_time_total / milliseconds,
+            )
+            for row in rows
+            if row.device_type == host and row.key.startswith(PHASE)
+        ],
+        "kernels": [
+            (row.key, row.count / steps, row.self_device_time_total / milliseconds)
+            for row in kernels[:LONGEST]
+        ],
+        "device_ms": sum(row.self_device_time_total for row in kernels) / milliseconds,
+        "step_ms": 1e3 * found.seconds / steps,
+    }
+
+
 class Engine:
     """An engine in a process of its own."""
 
@@ -163,6 +244,8 @@ class Engine:
                 command += [f"--{name.replace('_', '-')}", str(value)]
         command += ["--sequences", ",".join(map(str, options.sequences))]
         command += ["--eager"] * options.eager
+        if options.trace:
+            command += ["--trace", str(options.trace)]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -177,6 +260,13 @@ class Engine:
     def ask(self, sequences: int, drafts: int | str | None, seed: int) -> dict[str, Any]:
         assert self.process.stdin is not None
         asked = {"sequences": sequences, "drafts": drafts, "seed": seed}
+        self.process.stdin.write(json.dumps(asked) + "\n")
+        self.process.stdin.flush()
+        return self.read()
+
+    def trace(self, sequences: int, drafts: int | str | None, path: Path) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        asked = {"sequences": sequences, "drafts": drafts, "seed": 0, "trace": str(path)}
         self.process.stdin.write(json.dumps(asked) + "\n")
         self.process.stdin.flush()
         return self.read()
@@ -214,6 +304,36 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         for engine in engines.values():
             engine.close()
     return rows
+
+
+def trace(options: argparse.Namespace) -> None:
+    options.trace.mkdir(parents=True, exist_ok=True)
+    engines = {arm: Engine(options, arm) for arm in options.arms}
+    try:
+        for engine in engines.values():
+            engine.read()
+        for arm, engine in engines.items():
+            for seed in range(4):
+                engine.ask(max(options.sequences), None, seed)
+            for sequences in options.sequences:
+                drafts = variants(options, arm)[0]
+                for seed in range(3):
+                    untraced = engine.ask(sequences, drafts, seed)
+                path = options.trace / f"{arm}-{sequences}.json.gz"
+                found = engine.trace(sequences, drafts, path)
+                sys.stdout.write(
+                    f"{arm}, {sequences} sequences, K={drafts}: {untraced['step_ms']:.3f} ms a step"
+                    f" ({found['step_ms']:.3f} traced), {found['device_ms']:.3f} ms of kernels\n"
+                )
+                for name, count, host, device in found["phases"]:
+                    line = f"{host:8.3f} ms host {device:8.3f} ms kernels {count:6.1f}  {name}\n"
+                    sys.stdout.write(line)
+                for name, count, device in found["kernels"]:
+                    sys.stdout.write(f"{device:8.3f} ms {count:6.1f}  {name[:110]}\n")
+                sys.stdout.flush()
+    finally:
+        for engine in engines.values():
+            engine.close()
 
 
 def variants(options: argparse.Namespace, arm: str) -> list[int | str | None]:
@@ -272,6 +392,7 @@ def main() -> None:
     parser.add_argument("--cache-mib", type=int, default=3072, help="keys and values of an engine")
     parser.add_argument("--eager", action="store_true", help="neither torch.compile nor graphs")
     parser.add_argument("--json", type=Path, help="write all figures there")
+    parser.add_argument("--trace", type=Path, help="see above")
     parser.add_argument("--serve", choices=ARMS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.drafts = [int(n) if str(n).isdigit() else n for n in options.drafts]
@@ -287,6 +408,9 @@ def main() -> None:
             options.model, options.heads = f"{folder}/actor", f"{folder}/heads"
             write_actor(Path(options.model), options.shape)
             write_heads(Path(options.heads), options.shape)
+        if options.trace:
+            trace(options)
+            return
         rows = measure(options)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")

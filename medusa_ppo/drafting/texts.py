@@ -80,9 +80,9 @@ class TextRing:
         """The tokens at stored positions, int64, in the shape of `positions_N`."""
         return self.ids_SL[slots_N, positions_N % self.places]
 
-    def begin(self, slot: int) -> None:
-        """Call this when another request takes the slot."""
-        self.newest_S[slot] = -1
+    def begin(self, slots_N: torch.Tensor) -> None:
+        """Call this when other requests take these slots."""
+        self.newest_S.index_fill_(0, slots_N, -1)
 
     def write_keys(
         self, slots_N: torch.Tensor, positions_N: torch.Tensor, keys_NAw: torch.Tensor

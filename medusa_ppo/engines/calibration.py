@@ -25,7 +25,8 @@ chosen.
 """
 WARM_STEPS = 2
 """Uncounted steps at the start of a turn: the first one still verifies the previous turn's drafts,
-and whatever is created on first use (products, kernels, memory) is created in them.
+and whatever is created on first use (products, kernels, memory) is created in them. They begin
+later where steps are scheduled ahead (`StepBench.ahead`).
 """
 LEAST_GAP = 1.25
 """If the largest batch is not a power of two, it is timed as well, provided that it is this much
@@ -43,7 +44,14 @@ class Timed(NamedTuple):
 
 
 class StepBench(ABC):
-    """An engine whose steps are timed."""
+    """An engine whose steps are timed.
+
+    Attributes:
+        ahead: number of steps that are scheduled before one has ended; these still have as many
+            drafts as the steps before.
+    """
+
+    ahead: int = 0
 
     @abstractmethod
     def begin(self, running: int) -> None:
@@ -89,7 +97,7 @@ def measure(
                 if clock() - began > longest_s:
                     return found
                 bench.draft(drafts)
-                for _ in range(WARM_STEPS):
+                for _ in range(WARM_STEPS + bench.ahead):
                     bench.step()
                 bench.draft(drafts)
                 for _ in range(TIMED_STEPS):

@@ -44,6 +44,8 @@ COUNTER = "vllm:spec_decode_num_"
 Call = Callable[[str, tuple[Any, ...]], list[Any]]
 PROMPT_TOKENS, LONGEST = 8, 256
 """Requests for timing: tokens in their prompts, and maximum tokens in their responses."""
+STEPS_AHEAD = 2
+"""Steps that vLLM's asynchronous scheduling has under way when one of them ends."""
 DEEP_SLEEP = 2
 """The sleep level of vLLM that throws weights away."""
 
@@ -374,6 +376,9 @@ class _Bench(StepBench):
     def __init__(self, engine: ColocatedEngine, llm: LLM) -> None:
         self._engine = engine
         self._llm_engine = llm.llm_engine
+        self.ahead = (
+            STEPS_AHEAD if llm.llm_engine.vllm_config.scheduler_config.async_scheduling else 0
+        )
         self._random = random.Random(0)
         self._begun = 0
         self._live: list[str] = []

@@ -87,8 +87,8 @@ SET_BY_THE_ENGINE = {
     "weight_transfer_config": "engine.transfer sets it",
     "speculative_config": "it is built from heads.path and engine.num_drafts, losslessly",
 }
+ASYNCHRONOUS = "async_scheduling"
 WITHOUT_MEDUSA = {
-    "async_scheduling": "vLLM's Medusa drafts need each step's tokens on the host",
     "enable_lora": "the heads share the actor's plain lm_head",
     "enable_expert_parallel": "it has never been tested",
     "logits_processors": "vLLM refuses them with speculative decoding",
@@ -199,6 +199,9 @@ def plan_launch(
             sizes = graph_sizes(config.max_num_seqs, max_drafts, most)
             args["compilation_config"] = {"cudagraph_capture_sizes": sizes}
         _refuse_with_heads(config.extra, runner)
+        if config.stop_below:
+            _refuse_asynchronous(config.extra, "engine.stop_below", "Leave one of the two out.")
+            args[ASYNCHRONOUS] = False
     # See cache_bytes: on a CPU, a share of the memory can be negative.
     if is_cpu_build() and "gpu_memory_utilization" not in config.extra:
         args["kv_cache_memory_bytes"] = cache_bytes(text, config)
@@ -449,6 +452,9 @@ def _refuse_with_heads(extra: dict[str, Any], runner: str) -> None:
     for name, reason in WITHOUT_MEDUSA.items():
         if extra.get(name):
             raise _refused(name, extra[name], f"combined with draft heads: {reason}")
+    if runner == "v1":
+        do = f"Remove {ASYNCHRONOUS}, or set engine.runner=v2."
+        _refuse_asynchronous(extra, "drafts on vLLM's V1 model runner", do)
     for name in ("pipeline_parallel_size", "data_parallel_size"):
         if int(extra.get(name, 1)) > 1:
             raise _refused(
@@ -464,6 +470,17 @@ def _refuse_with_heads(extra: dict[str, Any], runner: str) -> None:
             "The environment selects a different model runner.",
             given=f"{V2_SWITCH}=1",
             expected=f"engine.runner={runner}",
+            do=do,
+        )
+
+
+def _refuse_asynchronous(extra: dict[str, Any], beside: str, do: str) -> None:
+    if extra.get(ASYNCHRONOUS):
+        raise ConfigError(
+            f"The next step can't be scheduled ahead: with {beside}, how many drafts it verifies is"
+            " known too late.",
+            given=f"engine.extra.{ASYNCHRONOUS}=true",
+            expected="false, or nothing",
             do=do,
         )
 

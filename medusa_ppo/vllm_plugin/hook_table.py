@@ -17,6 +17,7 @@ from typing import Any
 
 from medusa_ppo.vllm_plugin.vllm_versions import (
     FIRST,
+    FIRST_AHEAD,
     FIRST_GRAPHS,
     FIRST_TRANSFER,
     FIRST_V2,
@@ -436,6 +437,25 @@ HOOKS: tuple[Hook, ...] = (
         last=FIRST_GRAPHS,
         runner=V2,
         checked="its candidates asked for on CPU",
+    ),
+    *(
+        Hook(need, module, name, parameters, FIRST_AHEAD, FIRST_AHEAD, V2, INTERPRETED)
+        for need, module, name, parameters in (
+            ("scheduling ahead", "vllm.config", "VllmConfig.__post_init__", ()),
+            (
+                "scheduling as many drafts as are wanted",
+                "vllm.v1.core.sched.async_scheduler",
+                "AsyncScheduler._update_after_schedule",
+                ("scheduler_output",),
+            ),
+            (
+                "how many drafts are wanted",
+                "vllm.v1.core.sched.scheduler",
+                "Scheduler.update_from_output",
+                ("scheduler_output", "model_runner_output"),
+            ),
+            ("telling it", _V2_RUNNER, "GPUModelRunner.sample_tokens", ("grammar_output",)),
+        )
     ),
     # Engines that feed themselves, on either runner.
     Hook(

@@ -289,8 +289,12 @@ class MedusaProposer(Drafter):
             for ids, length in zip(drafted.ids_BK.tolist(), drafted.lengths_B.tolist(), strict=True)
         ]
 
-    def wanted(self, most: int, batch: int) -> int:
-        """Number of drafts in the next step for `batch` requests, at most `most`."""
+    def wanted(self, most: int, batch: int, agree: Callable[[int], int] = agreed) -> int:
+        """Number of drafts in the next step for `batch` requests, at most `most`.
+
+        Args:
+            agree: makes one number of all ranks' numbers.
+        """
         if self._target_loaded:
             self.target_changed()
         count = min(most, self.num_drafts) if self.drafting else 0
@@ -299,7 +303,7 @@ class MedusaProposer(Drafter):
         if self.choose and count:
             # Each rank learns from its own clock, and all must draft the same number: the first one
             # decides.
-            return min(count, agreed(self.chooser.choose(batch)))
+            return min(count, agree(self.chooser.choose(batch)))
         return count
 
     def _draft_and_keep(

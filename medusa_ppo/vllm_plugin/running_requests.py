@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,6 +18,28 @@ from medusa_ppo.drafting import sending
 from medusa_ppo.drafting.memory import MISSING, SUFFIX, tail_of
 from medusa_ppo.drafting.q_rows import VerifiedRows
 from medusa_ppo.drafting.verify import rows_at_once
+
+
+class Admitted(NamedTuple):
+    """A request that has arrived, or is back after a preemption.
+
+    Attributes:
+        key: vLLM's id.
+        slot: its place in V2's tables, where another request may have been.
+        prompt: tokens.
+        tokens: its prompt and its response so far.
+        asked: sampling parameters.
+    """
+
+    key: str
+    slot: int
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    asked: Any
+
+    @property
+    def has_grammar(self) -> bool:
+        return self.asked is not None and self.asked.structured_outputs is not None
 
 
 @dataclass
@@ -46,16 +68,14 @@ class RunningRequests:
         self._p_SK = torch.zeros(slots, drafts + 1, device=device)
         self._coming: tuple[Sequence[str], sending.OnItsWay] | None = None
 
-    def begin(
-        self, key: str, slot: int, prompt: Sequence[int], tokens: Sequence[int], asked: Any
-    ) -> None:
-        """A request has arrived, or is back after a preemption: `tokens` are its prompt and its
-        response so far.
-        """
+    def begin(self, admitted: Sequence[Admitted]) -> None:
         self.take()
-        request = self.live.setdefault(key, Running(prompt, asked))
-        request.output_token_ids = list(tokens[len(prompt) :])
-        self._tails_Sn[slot] = sending.sent(tail_of(tokens), self._device, torch.int32)
+        for new in admitted:
+            request = self.live.setdefault(new.key, Running(new.prompt, new.asked))
+            request.output_token_ids = list(new.tokens[len(new.prompt) :])
+        slots_N = sending.sent([new.slot for new in admitted], self._device)
+        tails = [tail_of(new.tokens) for new in admitted]
+        self._tails_Sn[slots_N] = sending.sent(tails, self._device, torch.int32)
 
     def end(self, keys: Collection[str]) -> None:
         self.take()

@@ -87,11 +87,11 @@ def refuse_what_heads_lack(vllm_config: Any) -> None:
     parallel = getattr(vllm_config, "parallel_config", None)
     stages = getattr(parallel, "pipeline_parallel_size", 1)
     if stages > 1:
-        raise _not_with_heads(
+        raise not_with_heads(
             "pipeline_parallel_size", stages, 1, "Use tensor parallelism, or leave the heads out."
         )
     if getattr(parallel, "enable_expert_parallel", False):
-        raise _not_with_heads(
+        raise not_with_heads(
             "enable_expert_parallel", True, False, "Leave it out, or leave the heads out."
         )
     model = getattr(vllm_config, "model_config", None)
@@ -99,12 +99,12 @@ def refuse_what_heads_lack(vllm_config: Any) -> None:
     # A checkpoint that is quantised never takes a sync; one that vLLM quantises as it loads would
     # be quantised again by each.
     if method and not _is_quantised(model):
-        raise _not_with_heads(
+        raise not_with_heads(
             "quantization", method, "none, or the checkpoint's own", QUANTISE_BEFORE
         )
     lora = getattr(vllm_config, "lora_config", None)
     if lora is not None:
-        raise _not_with_heads(
+        raise not_with_heads(
             "enable_lora", True, False, "Merge the adapter into the actor, or leave the heads out."
         )
 
@@ -118,7 +118,7 @@ def _is_quantised(model_config: Any) -> bool:
     )
 
 
-def _not_with_heads(name: str, given: object, expected: object, do: str) -> ConfigError:
+def not_with_heads(name: str, given: object, expected: object, do: str) -> ConfigError:
     return ConfigError(
         f"vLLM's {name} can't be combined with draft heads.", given=given, expected=expected, do=do
     )

@@ -31,6 +31,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu.sample.states import SamplingStates
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+from heads.errors import ConfigError
 from medusa_ppo.drafting import sending
 from medusa_ppo.drafting.context import Arrived, ContextHeads, Seen, Standing
 from medusa_ppo.drafting.core import Drafted, DraftSampling
@@ -40,16 +41,18 @@ from medusa_ppo.drafting.products import DraftVocabulary
 from medusa_ppo.drafting.q_rows import VerifiedRows, table_of, table_rows_at_once
 from medusa_ppo.drafting.slots import NOTHING, DraftSlots, stamps
 from medusa_ppo.drafting.stopping import Ending
+from medusa_ppo.vllm_plugin import asynchronous
 from medusa_ppo.vllm_plugin.draft_graphs import CudaRecorder, DraftGraphs, DraftStep
 from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
-from medusa_ppo.vllm_plugin.running_requests import RunningRequests
+from medusa_ppo.vllm_plugin.running_requests import Admitted, RunningRequests
 from medusa_ppo.vllm_plugin.speculation import (
     heads_folder,
     refuse_lossy_rule,
     refuse_what_heads_lack,
     rule_of,
 )
-from medusa_ppo.vllm_plugin.vllm_versions import has_graphs, vllm_version
+from medusa_ppo.vllm_plugin.vllm_versions import has_graphs, schedules_ahead, vllm_version
+from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
 logger = logging.getLogger(__name__)
 CUTS_ASK_FOR_V = "vocab_size" in inspect.signature(SamplingStates.get_top_k_top_p).parameters
@@ -219,21 +222,33 @@ class HeldHeads(MedusaProposer):
         return replace(seen, told_BKH=told_BKH)
 
     @torch.inference_mode()
-    def admit(self, slot: int, token_ids: Sequence[int]) -> None:
-        """A request takes a slot; these tokens are its prompt and its response so far."""
+    def admit(self, admitted: Sequence[Admitted]) -> None:
+        """Requests take their slots. All of them at once: a batch of rollouts arrives together, and
+        each request by itself would cost the host as much as a step.
+        """
         if self._calibrating is None:
-            self.draft_vocabulary.observe([token_ids])
+            self.draft_vocabulary.observe([new.tokens for new in admitted])
+        self.running.begin(admitted)
         texts = self._texts
         copier = self._core.copier
         if texts is None or copier is None:
             return
-        texts.begin(slot)
-        first = max(0, len(token_ids) - texts.places)
-        positions_N = torch.arange(first, len(token_ids))
-        numbers_3N = torch.stack(
-            [torch.full_like(positions_N, slot), positions_N, torch.tensor(token_ids[first:])]
+        texts.begin(sending.sent([new.slot for new in admitted], self.device))
+        firsts = [max(0, len(new.tokens) - texts.places) for new in admitted]
+        numbers_3N = np.concatenate(
+            [
+                np.stack(
+                    [
+                        np.full(len(new.tokens) - first, new.slot),
+                        np.arange(first, len(new.tokens)),
+                        np.asarray(new.tokens[first:], dtype=np.int64),
+                    ]
+                )
+                for new, first in zip(admitted, firsts, strict=True)
+            ],
+            axis=1,
         )
-        for part_3N in numbers_3N.split(TEXT_TOKENS_AT_ONCE, dim=1):
+        for part_3N in torch.from_numpy(numbers_3N).split(TEXT_TOKENS_AT_ONCE, dim=1):
             copier.write(texts, *sending.sent(part_3N, self.device).unbind(0))
 
     def _forget_pairs(self) -> None:
@@ -270,6 +285,17 @@ class HeldHeads(MedusaProposer):
         self._learn_of_last_step()
         return super().calibrate(drafts)
 
+    def configure(self, settings: Drafting) -> Drafting:
+        if settings.get("stop_below") and asynchronous.is_asynchronous(self.vllm_config):
+            raise ConfigError(
+                "This engine schedules each step before it knows where runs of drafts end.",
+                given=f"stop_below={settings['stop_below']}",
+                expected="0 (engine.stop_below=null)",
+                do="Start the engine with engine.stop_below, or with"
+                " engine.extra.async_scheduling=false.",
+            )
+        return super().configure(settings)
+
 
 class MedusaSpeculator(DraftModelSpeculator):
     """V2's model runner calls this for drafts after each step.
@@ -277,6 +303,10 @@ class MedusaSpeculator(DraftModelSpeculator):
     Attributes:
         drafter: the heads; the worker extension swaps and configures them.
         states: V2's sampling settings by slot; set when the first request arrives.
+        ahead: whether steps are scheduled before the drafts of the last one are made
+            (`asynchronous`).
+        asked: number of drafts that later steps should make, if they are scheduled ahead; None:
+            no step has been made yet.
         count: number of drafts that the last step made for each request.
         draft_logits: what V2 verifies against; it hands this on and never looks into it.
         lengths_B: int64, number of drafts to verify for each request, if some have fewer than
@@ -284,10 +314,13 @@ class MedusaSpeculator(DraftModelSpeculator):
     """
 
     _graphs: DraftGraphs | None = None
+    ahead: bool = False
+    asked: int | None = None
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any = None) -> None:
         super().__init__(vllm_config, device)
         self.drafter = HeldHeads(vllm_config, device)
+        self.ahead = asynchronous.is_asynchronous(vllm_config)
         self.states: Any = None
         self.count = 0
         self.lengths_B: torch.Tensor | None = None
@@ -316,14 +349,22 @@ class MedusaSpeculator(DraftModelSpeculator):
     def capture(self, *_: Any) -> None:
         """Sizes are recorded when they come up: after each swap anew."""
 
-    def admit(self, slot: int, grammar: bool, states: Any, token_ids: Sequence[int]) -> None:
-        """A request has arrived, or returned after a preemption: its slot holds another request's
+    def admit(self, admitted: Sequence[Admitted], states: Any) -> None:
+        """Requests have arrived, or returned after a preemption: their slots hold other requests'
         values.
         """
-        self.drafter.admit(slot, token_ids)
+        if not admitted:
+            return
+        self.drafter.admit(admitted)
         self.states = states
-        self._admitted += 1
-        self._requests_S[slot], self._grammar_S[slot] = self._admitted, grammar
+        rows = [
+            (new.slot, serial, new.has_grammar)
+            for serial, new in enumerate(admitted, self._admitted + 1)
+        ]
+        self._admitted += len(admitted)
+        slots_N, serials_N, grammar_N = sending.sent(rows, self.device).unbind(1)
+        self._requests_S[slots_N] = serials_N
+        self._grammar_S[slots_N] = grammar_N.bool()
 
     # The last parameters differ by release; only those named here are read.
     @torch.inference_mode()
@@ -356,7 +397,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         else:
             drafted = (np.diff(input_batch.cu_num_logits_np)[:batch] - 1).tolist()
             drafter.step_ended(num_sampled[:batch], drafted, input_batch.num_tokens)
-            self.count = count = drafter.wanted(most, batch)
+            self.count = count = self._number(most, batch)
         ids_BK = torch.zeros(
             batch, self.num_speculative_steps, dtype=torch.int64, device=self.device
         )
@@ -419,6 +460,17 @@ class MedusaSpeculator(DraftModelSpeculator):
             self.lengths_B = found.lengths_B
             ids_BK[:, :count] = found.ids_BK
         return ids_BK
+
+    def _number(self, most: int, batch: int) -> int:
+        """Number of drafts to make now, at most `most`."""
+        drafter = self.drafter
+        if not self.ahead:
+            return drafter.wanted(most, batch)
+        # Only one rank's outputs reach the scheduler, so the ranks need not agree here.
+        self.asked = drafter.wanted(self.num_speculative_steps, batch, agree=int)
+        # The next step will verify `most` of them, whatever is in their places. Without a q of this
+        # step any token is a valid draft.
+        return most if drafter.drafting else 0
 
     def _newest(self, step: DraftStep) -> tuple[Standing, torch.Tensor, torch.Tensor]:
         """Where requests stand, the rows of their last accepted tokens, and these tokens."""
@@ -552,16 +604,16 @@ def with_requests_admitted(original: Callable[..., None]) -> Callable[..., None]
     def add_requests(self: Any, scheduler_output: Any) -> None:
         original(self, scheduler_output)
         if isinstance(self.speculator, MedusaSpeculator):
-            running = self.speculator.drafter.running
-            running.end(scheduler_output.finished_req_ids)
+            drafter = self.speculator.drafter
+            drafter.running.end(scheduler_output.finished_req_ids)
+            slots = self.req_states.req_id_to_index
+            admitted = []
             for new in scheduler_output.scheduled_new_reqs:
-                asked = new.sampling_params
-                grammar = asked is not None and asked.structured_outputs is not None
-                slot = self.req_states.req_id_to_index[new.req_id]
                 prompt = new.prompt_token_ids or ()
                 tokens = new.prefill_token_ids or prompt
-                self.speculator.admit(slot, grammar, self.sampler.sampling_states, tokens)
-                running.begin(new.req_id, slot, prompt, tokens, asked)
+                slot = slots[new.req_id]
+                admitted.append(Admitted(new.req_id, slot, prompt, tokens, new.sampling_params))
+            self.speculator.admit(admitted, self.sampler.sampling_states)
 
     return add_requests
 
@@ -725,6 +777,18 @@ PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (v2_runner.GPUModelRunner, "take_draft_token_ids", with_as_many_drafts),
     (v2_sampler, "rejection_sample", with_q_as_it_is_read),
     (v2_sampler.RejectionSampler, "_verify_in_chunks", in_parts_of_our_size),
+    *(
+        [
+            *asynchronous.PLACES,
+            (
+                v2_runner.GPUModelRunner,
+                "sample_tokens",
+                asynchronous.with_number_of_drafts_told,
+            ),
+        ]
+        if schedules_ahead(vllm_version())
+        else []
+    ),
     *(
         [(cudagraph_utils.CudaGraphManager, "_init_candidates", with_graphs_for_each_number)]
         if has_graphs(vllm_version())

@@ -40,6 +40,10 @@ FIRST_BLOCK = (0, 32)
 FIRST_GRAPHS = (0, 32)
 """The only release whose list of captured steps was read: with it, V2's has all numbers of drafts.
 """
+FIRST_AHEAD = (0, 32)
+"""The only release whose asynchronous scheduler ran with our heads; older ones do not tell V2's
+speculator how many drafts the next step will verify.
+"""
 V2_SWITCH = "VLLM_USE_V2_MODEL_RUNNER"
 """vLLM's own variable; engines that we start get it from engine.runner."""
 
@@ -130,6 +134,11 @@ def has_block(version: str) -> bool:
 def has_graphs(version: str) -> bool:
     """Whether V2 can be made to capture its step for each number of drafts."""
     return release(version) == FIRST_GRAPHS
+
+
+def schedules_ahead(version: str) -> bool:
+    """Whether V2 can schedule steps ahead of their drafts."""
+    return release(version) == FIRST_AHEAD
 
 
 def has_v2(version: str) -> bool:

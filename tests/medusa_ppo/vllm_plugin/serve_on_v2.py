@@ -1,7 +1,9 @@
 """An engine on vLLM's V2 model runner, by Triton's interpreter: test_speculator.py runs it by
 itself and reads the JSON that it prints.
 
-    python serve_on_v2.py FOLDER CONTEXT COPY_PARTS v1|v2
+    python serve_on_v2.py FOLDER CONTEXT COPY_PARTS v1|v2|v2-ahead
+
+`v2-ahead` schedules steps ahead, `v2` does not.
 
 Shape letters: B prompts, T positions.
 """
@@ -22,11 +24,12 @@ from unittest import mock
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
-if "v2" in sys.argv and not os.path.exists("/dev/nvidia0"):
+if not {"v2", "v2-ahead"}.isdisjoint(sys.argv) and not os.path.exists("/dev/nvidia0"):
     import interpreter  # noqa: F401  Before vLLM.
 import torch
 
 from heads.checkpoint import save_heads, save_state
+from heads.errors import ConfigError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config.engine_section import EngineConfig
@@ -136,6 +139,7 @@ def held_against_a_whole_table(engine: ColocatedEngine) -> Iterator[dict[str, An
 
 
 def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
+    ahead = kind == "v2-ahead"
     model = tiny_model(folder / "model")
     first = random_heads(1, context, copy_parts)
     save_heads(folder / "heads", first, lm_head_VD=model.lm_head.weight)
@@ -148,8 +152,9 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
         threads=1,
         memory_fraction=0.02,
         num_drafts=HEADS,
-        runner=kind,
+        runner="v1" if kind == "v1" else "v2",
         enforce_eager=True,
+        extra={} if kind == "v1" else {"async_scheduling": ahead},
     )
     with ColocatedEngine(folder / "model", folder / "heads", config) as engine:
         runner = engine._running().llm_engine.model_executor.driver_worker.worker.model_runner
@@ -159,6 +164,7 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
         tell(drafted=sorted(noted))
         if kind == "v1":
             return
+        tell(ahead=runner.vllm_config.scheduler_config.async_scheduling)
         tell(block=getattr(runner.rejection_sampler, "use_block_verification", False))
         exact = greedy(model, asked[:4])
         asked_greedily = Sampling(0.0, max_new_tokens=GREEDY_TOKENS, ignore_eos=True)
@@ -200,6 +206,9 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
             # The interpreter takes minutes for it: once, with the heads that are the default.
             if name == "memory" and not copy_parts:
                 continue
+            if name == "early end" and ahead:
+                tell(**{"no early end": refusal(engine, settings)})
+                continue
             engine.configure(**settings)
             test = Uniformity()
             wanted = Sampling(1.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
@@ -234,6 +243,15 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
         )
         tell(chosen=(same, sum(sum(row["steps"]) for row in engine.choices())))
         tell(**take_from_a_feed(engine, folder, asked[:4], context, copy_parts))
+
+
+def refusal(engine: ColocatedEngine, settings: dict[str, Any]) -> str:
+    """How the engine refuses these settings."""
+    try:
+        engine.configure(**settings)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def in_parts(speculator: Any, generate: Any) -> int:

@@ -9,7 +9,7 @@ import torch
 
 from medusa_ppo.drafting.memory import MISSING, SUFFIX, tail_of
 from medusa_ppo.drafting.q_rows import VerifiedRows
-from medusa_ppo.vllm_plugin.running_requests import RunningRequests
+from medusa_ppo.vllm_plugin.running_requests import Admitted, RunningRequests
 
 SLOTS, K, V = 4, 3, 7
 
@@ -18,8 +18,12 @@ def test_texts_come_a_step_later_and_their_ends_at_once(device: torch.device) ->
     """Up to four tokens a step, none while a prompt is not finished."""
     running = RunningRequests(SLOTS, K, device)
     prompts = {"a": list(range(9, 5 + SUFFIX)), "b": list(range(20, 20 + 2 * SUFFIX))}
-    for slot, (key, prompt) in zip((2, 0), prompts.items(), strict=True):
-        running.begin(key, slot, prompt, prompt, None)
+    running.begin(
+        [
+            Admitted(key, slot, prompt, prompt, None)
+            for slot, (key, prompt) in zip((2, 0), prompts.items(), strict=True)
+        ]
+    )
     slots_B = torch.tensor([2, 0], device=device)
     texts = {key: list(prompt) for key, prompt in prompts.items()}
     steps = ([[1], []], [[2, 3, 4, 5], [50]], [[], [51, 52]], [[6, 7], [53, 54, 55]])
@@ -41,8 +45,7 @@ def test_texts_come_a_step_later_and_their_ends_at_once(device: torch.device) ->
 
 def test_who_ends_has_its_last_tokens_and_who_comes_back_goes_on(device: torch.device) -> None:
     running = RunningRequests(SLOTS, K, device)
-    running.begin("a", 1, [5], [5], None)
-    running.begin("b", 3, [6], [6], None)
+    running.begin([Admitted("a", 1, [5], [5], None), Admitted("b", 3, [6], [6], None)])
     request = running.live["a"]
 
     def step(keys: list[str], slots: list[int], ids: list[list[int]], counts: list[int]) -> None:
@@ -53,7 +56,7 @@ def test_who_ends_has_its_last_tokens_and_who_comes_back_goes_on(device: torch.d
     running.end(["a"])
     assert request.output_token_ids == [1, 2] and list(running.live) == ["b"]
     # Preempted: another slot, and the same text.
-    running.begin("b", 0, [6], [6, 3], None)
+    running.begin([Admitted("b", 0, [6], [6, 3], None)])
     step(["b"], [0], [[4, 0, 0, 0]], [1])
     running.take()
     assert running.live["b"].output_token_ids == [3, 4]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from medusa_ppo.vllm_plugin.vllm_versions import has_block, vllm_version
+from medusa_ppo.vllm_plugin.vllm_versions import has_block, schedules_ahead, vllm_version
 
 SCRIPT = Path(__file__).with_name("serve_on_v2.py")
 pytestmark = [
@@ -41,8 +41,13 @@ def serve(folder: Path, context: int, copy_parts: int, runner: str) -> dict[str,
     return found
 
 
-FORMS = {"alone": (0, 0), "context": (3, 0), "copying": (3, 2)}
-"""Pairs of a context, and parts of the attention that copies."""
+FORMS = {
+    "alone": (0, 0, "v2"),
+    "context": (3, 0, "v2"),
+    "copying": (3, 2, "v2"),
+    "ahead": (3, 2, "v2-ahead"),
+}
+"""Pairs of a context, parts of the attention that copies, and how steps are scheduled."""
 
 
 @pytest.fixture(scope="module", params=FORMS.values(), ids=FORMS)
@@ -50,9 +55,13 @@ def seen(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
     folders = tmp_path_factory.mktemp("v2"), tmp_path_factory.mktemp("v1")
-    return serve(folders[0], *request.param, "v2") | {
-        "v1": serve(folders[1], *request.param, "v1")["drafted"],
-        "copies": request.param[1] > 0,
+    context, copy_parts, runner = request.param
+    if runner == "v2-ahead" and not schedules_ahead(vllm_version()):
+        pytest.skip("this vLLM does not tell how many drafts a step will verify")
+    return serve(folders[0], context, copy_parts, runner) | {
+        "v1": serve(folders[1], context, copy_parts, "v1")["drafted"],
+        "copies": copy_parts > 0,
+        "asked ahead": runner == "v2-ahead",
     }
 
 
@@ -60,6 +69,8 @@ def figures_of(seen: dict[str, Any], name: str) -> Any:
     """Skips a memory's where it was left out: beside heads that don't copy."""
     if name == "memory" and not seen["copies"]:
         pytest.skip("a memory is tried with heads that copy")
+    if name == "early end" and seen["asked ahead"]:
+        pytest.skip("no run ends early where steps are scheduled ahead")
     return seen[name]
 
 
@@ -67,6 +78,12 @@ def test_it_is_v2_that_runs(seen: dict[str, Any]) -> None:
     assert seen["runner"] in ("vllm.v1.worker.cpu.model_runner", "vllm.v1.worker.gpu.model_runner")
     assert seen["report"]["kind"] == "hydra" and seen["report"]["max_drafts"] == 2
     assert seen["block"] == has_block(vllm_version()), "drafts are verified as a block"
+
+
+def test_steps_are_scheduled_ahead_where_that_is_asked_for(seen: dict[str, Any]) -> None:
+    assert seen["ahead"] == seen["asked ahead"]
+    if seen["ahead"]:
+        assert "before it knows where runs of drafts end" in seen["no early end"]
 
 
 def test_greedy_tokens_are_the_models_own_whatever_is_drafted(seen: dict[str, Any]) -> None:

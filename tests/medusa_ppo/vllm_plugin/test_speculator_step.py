@@ -22,6 +22,7 @@ from medusa_ppo.drafting.q_rows import VerifiedRows
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.vllm_plugin import rank_agreement
+from medusa_ppo.vllm_plugin.running_requests import Admitted
 from medusa_ppo.vllm_plugin.speculator import (
     DraftsToVerify,
     HeldHeads,
@@ -86,7 +87,9 @@ class Step:
             num_tokens=B,
         )
 
-    def propose(self, dummy_run: bool = False) -> torch.Tensor:
+    def propose(
+        self, dummy_run: bool = False, num_speculative_tokens: int | None = None
+    ) -> torch.Tensor:
         nothing_B = torch.zeros(B, dtype=torch.int64)
         return self.speculator.propose(
             self.batch,
@@ -101,6 +104,7 @@ class Step:
             self.temperature_S,
             torch.arange(SLOTS),
             dummy_run,
+            num_speculative_tokens,
         )
 
     def verified(self, ids_BK: torch.Tensor) -> torch.Tensor:
@@ -304,7 +308,7 @@ def test_a_draft_vocabulary_is_counted_on_the_device_and_drafted_from() -> None:
     step = Step()
     drafter = step.speculator.drafter
     drafter.draft_vocabulary = vocabulary = drafter._new_vocabulary(6)
-    drafter.admit(1, [50, 51, 50, 52, 52])
+    drafter.admit([arrived(1, [50, 51, 50, 52, 52])])
     step.batch.input_ids = torch.tensor([7, 60, 7, 61, 62, 7])
     step.batch.query_start_loc = torch.tensor([0, 2, 5, 6])
     step.batch.positions = torch.arange(6)
@@ -316,7 +320,7 @@ def test_a_draft_vocabulary_is_counted_on_the_device_and_drafted_from() -> None:
     expected = {50: 2, 51: 1, 52: 2, 1: 1, 4: 1, 60: 1, 61: 1, 62: 1}
     assert {int(token): int(counts_V[token]) for token in counts_V.nonzero()[:, 0]} == expected
     assert vocabulary.ids_W is None
-    drafter.admit(4, [50, 51, 52, 1, 4, 60])
+    drafter.admit([arrived(4, [50, 51, 52, 1, 4, 60])])
     step.sampled_B = torch.ones(B, dtype=torch.int64)
     step.propose()
     ids_W = vocabulary.ids_W
@@ -348,17 +352,69 @@ def test_runs_end_early_by_request() -> None:
     assert speculator.lengths_B.tolist() == lengths
 
 
-def test_a_new_requests_text_reaches_the_device_without_waiting(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("requests", [1, 3])
+def test_new_requests_reach_the_device_together_and_without_waiting(
+    requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy from ordinary memory waits for the forward pass; on an H100 32 requests took 0.2 s.
-    Everything in one copy from pinned memory, as long as it is short.
+    So everything goes in as many copies for three requests as for one.
     """
     step = Step(pairs=4, copy_parts=2)
-    sent: list[torch.Tensor] = []
-    monkeypatch.setattr(sending, "sent", lambda values, device: (sent.append(values), values)[1])
-    step.speculator._admitted = 0
-    step.speculator.admit(2, False, None, [7, 8, 9])
-    assert [numbers.tolist() for numbers in sent] == [[[2, 2, 2], [0, 1, 2], [7, 8, 9]]]
-    texts = step.speculator.drafter._texts
-    assert texts.ids_SL[2, :3].tolist() == [7, 8, 9] and int(texts.newest_S[2]) == 2
+    speculator = step.speculator
+    counted: list[Any] = []
+    sent = sending.sent
+
+    def count(values: Any, *rest: Any) -> torch.Tensor:
+        counted.append(values)
+        return sent(values, *rest)
+
+    monkeypatch.setattr(sending, "sent", count)
+    speculator._admitted = 6
+    new = [arrived(2, [7, 8, 9]), arrived(0, [5]), arrived(3, [6, 6, 7, 8], grammar=True)]
+    speculator.admit(new[:requests], None)
+    assert len(counted) == 5
+    texts = speculator.drafter._texts
+    for row, one in enumerate(new[:requests]):
+        count_of_tokens = len(one.tokens)
+        assert texts.ids_SL[one.slot, :count_of_tokens].tolist() == list(one.tokens)
+        assert int(texts.newest_S[one.slot]) == count_of_tokens - 1
+        assert int(speculator._requests_S[one.slot]) == 7 + row
+        assert bool(speculator._grammar_S[one.slot]) == one.has_grammar
+    alone = Step(pairs=4, copy_parts=2).speculator
+    alone._admitted = 6
+    for one in new[:requests]:
+        alone.admit([one], None)
+    assert torch.equal(alone.drafter._texts.keys_SALw, texts.keys_SALw)
+    assert torch.equal(alone.drafter.running._tails_Sn, speculator.drafter.running._tails_Sn)
+
+
+def test_steps_scheduled_ahead_have_as_many_drafts_as_were_scheduled() -> None:
+    """What the speculator would rather have holds later."""
+    step = Step()
+    speculator, drafter = step.speculator, step.speculator.drafter
+    speculator.ahead = True
+    drafter.num_drafts = 1
+    ids_BK = step.propose(num_speculative_tokens=2)
+    assert (speculator.count, speculator.asked) == (2, 1)
+    assert (step.verified(ids_BK).isfinite().sum(2) > 1).all(), "both have a q"
+    drafter.num_drafts = 2
+    assert step.propose(num_speculative_tokens=0).shape == (B, K)
+    assert (speculator.count, speculator.asked) == (0, 2)
+
+
+def test_without_heads_a_step_scheduled_ahead_has_drafts_that_any_q_allows() -> None:
+    step = Step()
+    speculator, drafter = step.speculator, step.speculator.drafter
+    speculator.ahead = True
+    step.propose(num_speculative_tokens=2)
+    drafter.fed = False
+    step.batch.positions += 1
+    ids_BK = step.propose(num_speculative_tokens=2)
+    assert speculator.asked == 0 and (ids_BK == 0).all()
+    rows_2KV = step.verified(ids_BK)
+    assert (rows_2KV.isfinite().sum(2) == 1).all() and (rows_2KV[:, :, 0] == 0).all()
+
+
+def arrived(slot: int, tokens: list[int], *, grammar: bool = False) -> Admitted:
+    asked = SimpleNamespace(structured_outputs={} if grammar else None)
+    return Admitted(f"request {slot}", slot, tokens, tokens, asked)
