@@ -145,18 +145,19 @@ class DraftVocabulary:
             # vLLM has placeholders below 0.
             ids = [token for some in tokens for token in some if token >= 0]
             ids_N = sending.sent(ids, self._counts_V.device)
-            self.observe_there(ids_N, torch.ones_like(ids_N, dtype=torch.bool), len(ids))
+            self.count(ids_N, torch.ones_like(ids_N, dtype=torch.bool))
+            self.expect(len(ids))
 
-    def observe_there(self, ids_N: torch.Tensor, there_N: torch.Tensor, least: int) -> None:
-        """Count those of `ids_N` where `there_N` is true, on the device of the counts.
-
-        Args:
-            least: a lower bound on their number that the host knows.
+    def count(self, ids_N: torch.Tensor, there_N: torch.Tensor) -> None:
+        """Count those of `ids_N` where `there_N` is true, on the device of the counts. The host
+        learns of them by `expect`.
         """
-        if self.size:
-            # Sums of ones are exact, so ranks that add them in different orders agree.
-            self._counts_V.index_add_(0, ids_N, there_N.to(self._counts_V.dtype))
-            self._counted += least
+        # Sums of ones are exact, so ranks that add them in different orders agree.
+        self._counts_V.index_add_(0, ids_N, there_N.to(self._counts_V.dtype))
+
+    def expect(self, tokens: int) -> None:
+        """At least so many tokens are counted, or will be in this step."""
+        self._counted += tokens
 
     @property
     def due(self) -> bool:

@@ -249,6 +249,19 @@ class DraftSlots:
         self._scratch_2RW = torch.empty(2, slots + 1, width, device=device)
         self._views: dict[tuple[int, int], Places] = {}
         self._numbers_R = torch.arange(max(slots + 1, drafts), device=device)
+        self._columns_V: torch.Tensor | None = None
+
+    def columns_V(self, vocab_size: int) -> torch.Tensor | None:
+        """int32, the column of each token, -1 for tokens without one; None: token and column are
+        the same.
+        """
+        if self.ids_W is None:
+            return None
+        if self._columns_V is None:
+            columns_V = torch.full((vocab_size,), -1, dtype=torch.int32, device=self.ids_W.device)
+            numbers_W = torch.arange(len(self.ids_W), dtype=torch.int32, device=self.ids_W.device)
+            self._columns_V = columns_V.index_copy_(0, self.ids_W.long(), numbers_W)
+        return self._columns_V
 
     @property
     def spare(self) -> int:

@@ -4,6 +4,7 @@ One step of drafting is the same kernels whatever the requests are, as long as t
 them. So a step is recorded for a few sizes, into which smaller batches are padded, and replayed on
 tensors whose addresses never change. What a recording reads besides (heads, rings, slots, tables)
 keeps its addresses until a swap, a sync or a new setting; then all recordings are thrown away.
+V2's tables by slot keep theirs, too, and are read in place.
 
 Shape letters: B requests of the recorded size, T rows of a step, S slots (the last one is spare),
 D hidden, K drafts.
@@ -38,7 +39,8 @@ class DraftStep:
         ends_B: row after the last one of each request.
         rejected_B, sampled_B: drafts refused, and tokens sampled.
         slots_B: slot of each request.
-        last_S1, temperature_S, seeds_S: the token sampled last, and sampling settings.
+        last_S1, temperature_S, seeds_S: V2's own tables, without a spare slot: the token sampled
+            last, and sampling settings.
         top_k_B, top_p_B: None if no request of the batch has one.
     """
 
@@ -57,8 +59,18 @@ class DraftStep:
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
+        """What differs from step to step."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in found.items() if value is not None}
+        return {
+            name: value
+            for name, value in found.items()
+            if value is not None and _first(name) != "S"
+        }
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the tables are."""
+        return tuple(table.data_ptr() for table in (self.last_S1, self.temperature_S, self.seeds_S))
 
 
 class Recording(Protocol):
@@ -128,8 +140,8 @@ class DraftGraphs:
         self.recorded_now = False
 
     def reads(self, *what: object) -> None:
-        """What the next calls read besides their step. If any of it is another object than before,
-        recordings are of no use.
+        """What the next calls read besides their step. If any of it is another object (or another
+        number) than before, recordings are of no use.
         """
         same = len(what) == len(self._reads) and all(
             new is old or (isinstance(new, int) and new == old)
@@ -147,7 +159,8 @@ class DraftGraphs:
 
         Args:
             rows: of the step, all its requests' together.
-            call: does the same if it is called twice for a step.
+            call: does the same if it is called twice for a step, except that it counts the step's
+                tokens twice.
         """
         batch = len(step.slots_B)
         size = next((size for size in self._sizes if size >= batch), None)
@@ -185,10 +198,8 @@ class DraftGraphs:
         """
         found = {}
         for name, value in step.parts.items():
-            most, count = (
-                {"B": many, "T": many * self._rows, "S": self._spare + 1}[_first(name)]
-                for many in (self._sizes[-1], size)
-            )
+            each = {"B": 1, "T": self._rows}[_first(name)]
+            most, count = self._sizes[-1] * each, size * each
             if name not in self._places:
                 self._places[name] = value.new_zeros(most, *value.shape[1:])
             found[name] = self._places[name][:count]
@@ -206,10 +217,16 @@ def _fill(still: DraftStep, step: DraftStep, rows: int, spare: int) -> None:
     """
     given = step.parts
     batch = len(step.slots_B)
+    # Copies of one type are launched together.
+    pairs: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for name, place in still.parts.items():
-        letter = _first(name)
-        count = min({"B": batch, "T": rows, "S": spare}[letter], len(given[name]))
-        place[:count].copy_(given[name][:count])
+        value = given[name]
+        count = min({"B": batch, "T": rows}[_first(name)], len(value))
+        places, values = pairs.setdefault((place.dtype, value.dtype), ([], []))
+        places.append(place[:count])
+        values.append(value[:count])
+    for places, values in pairs.values():
+        torch._foreach_copy_(places, values)
     if batch < len(still.slots_B):
         still.slots_B[batch:].fill_(spare)
         still.ends_B[batch:].fill_(1)

@@ -38,10 +38,10 @@ from medusa_ppo.drafting.core import Drafted, DraftSampling
 from medusa_ppo.drafting.memory import Recall
 from medusa_ppo.drafting.noise import DRAFT_STREAM, keys_of, uniforms
 from medusa_ppo.drafting.products import DraftVocabulary
-from medusa_ppo.drafting.q_rows import VerifiedRows, table_of, table_rows_at_once
+from medusa_ppo.drafting.q_rows import VerifiedRows, table_rows_at_once
 from medusa_ppo.drafting.slots import NOTHING, DraftSlots, stamps
 from medusa_ppo.drafting.stopping import Ending
-from medusa_ppo.vllm_plugin import asynchronous
+from medusa_ppo.vllm_plugin import asynchronous, q_kernel
 from medusa_ppo.vllm_plugin.draft_graphs import CudaRecorder, DraftGraphs, DraftStep
 from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
 from medusa_ppo.vllm_plugin.running_requests import Admitted, RunningRequests
@@ -83,6 +83,7 @@ class HeldHeads(MedusaProposer):
     """
 
     running: RunningRequests
+    _serves: torch.Tensor
     notes_at_once: bool = False
     _last_step: _LastStep | None = None
     _last_tokens: tuple[Sequence[str], torch.Tensor] | None = None
@@ -91,6 +92,7 @@ class HeldHeads(MedusaProposer):
         super()._make_ring()
         requests = self.vllm_config.scheduler_config.max_num_seqs
         self.running = RunningRequests(requests, self.num_speculative_tokens, self.device)
+        self._serves = torch.ones((), dtype=torch.bool, device=self.device)
 
     def draft(
         self,
@@ -125,38 +127,65 @@ class HeldHeads(MedusaProposer):
         sampled_B: torch.Tensor,
         drafted: Sequence[int],
     ) -> None:
-        """Count the tokens that a step sampled (`Arrived.of_step` has the same arguments), and give
-        them to the memory.
+        """Give the tokens that a step sampled to the memory (`Arrived.of_step` has the same
+        arguments).
         """
-        vocabulary = self.draft_vocabulary
-        counts = vocabulary.size and self._calibrating is None
         self._last_tokens = None
-        if not counts and self.memory is None:
+        if self.memory is None:
             return
+        ids_Bn, _ = self._sampled(ids_T, rows_B, last_ids_B, sampled_B)
+        running = self.running
+        running.take()
+        self.memory.attend(keys, running.live)
+        self.memory.settle(keys, drafted, running.scores(slots_B))
+        self._last_tokens = keys, running.sampled(keys, slots_B, ids_Bn, sampled_B)
+
+    def _sampled(
+        self,
+        ids_T: torch.Tensor,
+        rows_B: torch.Tensor,
+        last_ids_B: torch.Tensor,
+        sampled_B: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens that a step sampled, int64 `[B, n]`, the newest first, and which of these
+        entries are any.
+        """
         back_n = torch.arange(self.num_speculative_tokens + 1, device=rows_B.device)
         rows_Bn = (rows_B.unsqueeze(1) - back_n + 1).clamp(0, len(ids_T) - 1)
         ids_Bn = ids_T[rows_Bn].long().clamp_min(0)
         ids_Bn[:, 0] = last_ids_B
-        if self.memory is not None:
-            running = self.running
-            running.take()
-            self.memory.attend(keys, running.live)
-            self.memory.settle(keys, drafted, running.scores(slots_B))
-            self._last_tokens = keys, running.sampled(keys, slots_B, ids_Bn, sampled_B)
-        if not counts:
+        return ids_Bn, back_n < sampled_B.unsqueeze(1)
+
+    def count(
+        self,
+        ids_T: torch.Tensor,
+        rows_B: torch.Tensor,
+        last_ids_B: torch.Tensor,
+        sampled_B: torch.Tensor,
+    ) -> None:
+        """Count the tokens that a step sampled for the draft vocabulary. `will_count` comes
+        before.
+        """
+        if self.draft_vocabulary.size:
+            ids_Bn, there_Bn = self._sampled(ids_T, rows_B, last_ids_B, sampled_B)
+            there_Bn = there_Bn & self._serves
+            self.draft_vocabulary.count(ids_Bn.flatten(), there_Bn.flatten())
+
+    def will_count(self, requests: int) -> None:
+        """What the host does for a step whose tokens are counted on the device."""
+        vocabulary = self.draft_vocabulary
+        if not vocabulary.size or self._calibrating is not None:
             return
-        there_Bn = back_n < sampled_B.unsqueeze(1)
         # A request whose prompt isn't finished samples nothing, so the host's count is slightly too
         # high.
-        vocabulary.observe_there(ids_Bn.flatten(), there_Bn.flatten(), len(rows_B))
+        vocabulary.expect(requests)
         if vocabulary.due:
             self._refresh_vocabulary()
 
     @property
     def observes(self) -> bool:
-        """Whether anything is learned from a step's tokens."""
-        counts = self.draft_vocabulary.size and self._calibrating is None
-        return bool(counts) or self.memory is not None or self.stopping is not None
+        """Whether the host takes part in what is learned from a step's tokens."""
+        return self.memory is not None or self.stopping is not None
 
     @property
     def is_still(self) -> bool:
@@ -167,7 +196,8 @@ class HeldHeads(MedusaProposer):
     @property
     def read_by_drafts(self) -> tuple[object, ...]:
         """What drafting reads and writes besides a step, and how often it was replaced."""
-        return self._core, self._core.changes, self._slots, self._ring, self._texts
+        kept = self._slots, self._ring, self._texts, self.draft_vocabulary
+        return self._core, self._core.changes, *kept
 
     def recall(self) -> Recall | None:
         """What the memory suggests for the drafts that follow the step observed last."""
@@ -283,6 +313,8 @@ class HeldHeads(MedusaProposer):
 
     def calibrate(self, drafts: int | None) -> list[list[float]]:
         self._learn_of_last_step()
+        # On the device, because what reads it is recorded.
+        self._serves.fill_(drafts is None)
         return super().calibrate(drafts)
 
     def configure(self, settings: Drafting) -> Drafting:
@@ -327,6 +359,8 @@ class MedusaSpeculator(DraftModelSpeculator):
         # One more for requests that only pad a batch.
         slots = self.max_num_reqs + 1
         self._grammar_S = torch.zeros(slots, dtype=torch.bool, device=device)
+        # What these draft has no q that anybody could look up.
+        self._grammar_S[-1] = True
         self._requests_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self._admitted = 0
         self.draft_logits: Any = DraftsToVerify(self.drafter, self._requests_S, self.vocab_size)
@@ -398,14 +432,9 @@ class MedusaSpeculator(DraftModelSpeculator):
             drafted = (np.diff(input_batch.cu_num_logits_np)[:batch] - 1).tolist()
             drafter.step_ended(num_sampled[:batch], drafted, input_batch.num_tokens)
             self.count = count = self._number(most, batch)
-        ids_BK = torch.zeros(
-            batch, self.num_speculative_steps, dtype=torch.int64, device=self.device
-        )
         cuts: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
         if count and drafter.slots is not None:
-            cuts = self._cuts(
-                input_batch.idx_mapping[:batch].long(), input_batch.idx_mapping_np[:batch]
-            )
+            cuts = self._cuts(input_batch.idx_mapping[:batch], input_batch.idx_mapping_np[:batch])
         step = DraftStep(
             last_hidden_states,
             input_batch.input_ids,
@@ -420,10 +449,9 @@ class MedusaSpeculator(DraftModelSpeculator):
             *cuts,
         )
         if dummy_run:
-            if count:
-                ids_BK[:, :count] = self._draft(step, count, None).ids_BK
-            return ids_BK
+            return self._padded(self._draft(step, count, None).ids_BK)
         self.lengths_B = None
+        drafter.will_count(batch)
         if drafter.observes:
             at, rows_B, last_ids_B = self._newest(step)
             drafter.observe(
@@ -440,10 +468,12 @@ class MedusaSpeculator(DraftModelSpeculator):
                 accepted_B = (num_sampled[:batch] - 1).clamp_min(0)
                 drafter.stopping.settle(at.slots_B, drafted_B, accepted_B)
         if not drafter.drafting:
-            return ids_BK
+            _, rows_B, last_ids_B = self._newest(step)
+            drafter.count(step.ids_T, rows_B, last_ids_B, step.sampled_B)
+            return self._padded(last_ids_B.new_zeros(batch, 0))
         drafter.notes_at_once = self._graphs is not None and not self._graphs.broken
         if self._graphs is not None and drafter.is_still:
-            self._graphs.reads(*drafter.read_by_drafts)
+            self._graphs.reads(*drafter.read_by_drafts, *step.addresses)
             found_Bk = self._graphs.drafts(
                 step,
                 input_batch.num_tokens,
@@ -453,13 +483,17 @@ class MedusaSpeculator(DraftModelSpeculator):
             if found_Bk is not None:
                 if self._graphs.recorded_now:
                     drafter.skip_step()
-                ids_BK[:, :count] = found_Bk
-                return ids_BK
+                return self._padded(found_Bk)
         found = self._draft(step, count, drafted)
-        if count:
-            self.lengths_B = found.lengths_B
-            ids_BK[:, :count] = found.ids_BK
-        return ids_BK
+        self.lengths_B = found.lengths_B
+        return self._padded(found.ids_BK)
+
+    def _padded(self, ids_Bk: torch.Tensor) -> torch.Tensor:
+        """With zeros for the drafts that were not made. V2 copies what it gets at once, so it may
+        belong to a recording.
+        """
+        missing = self.num_speculative_steps - ids_Bk.shape[1]
+        return torch.nn.functional.pad(ids_Bk, (0, missing)) if missing else ids_Bk
 
     def _number(self, most: int, batch: int) -> int:
         """Number of drafts to make now, at most `most`."""
@@ -477,7 +511,11 @@ class MedusaSpeculator(DraftModelSpeculator):
         slots_B = step.slots_B.long()
         rows_B = (step.ends_B - 1 - step.rejected_B).long()
         at = Standing(slots_B, self._requests_S[slots_B], step.positions_T[rows_B].long())
-        return at, rows_B, step.last_S1[slots_B].view(-1)
+        return at, rows_B, step.last_S1[self._own(slots_B)].view(-1)
+
+    def _own(self, slots_B: torch.Tensor) -> torch.Tensor:
+        """Slots of V2's own tables, which have none for requests that pad a batch."""
+        return slots_B.clamp_max(self.max_num_reqs - 1)
 
     def _draft(self, step: DraftStep, count: int, drafted: Sequence[int] | None) -> Drafted:
         """`count` drafts for each request; with 0 only what arrived is noted.
@@ -490,6 +528,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         at, rows_B, last_ids_B = self._newest(step)
         seen = None
         if drafted is not None:
+            drafter.count(step.ids_T, rows_B, last_ids_B, step.sampled_B)
             seen = drafter.look_back(
                 step.hidden_TD,
                 step.ids_T,
@@ -505,10 +544,9 @@ class MedusaSpeculator(DraftModelSpeculator):
         hidden_BD = step.hidden_TD[rows_B]
         if drafter.slots is None:
             return drafter.draft(hidden_BD, last_ids_B, count, seen=seen)
-        temperature_B = torch.where(
-            self._grammar_S[at.slots_B], 0.0, step.temperature_S[at.slots_B]
-        )
-        keys_B = keys_of(step.seeds_S[at.slots_B])
+        own_B = self._own(at.slots_B)
+        temperature_B = torch.where(self._grammar_S[at.slots_B], 0.0, step.temperature_S[own_B])
+        keys_B = keys_of(step.seeds_S[own_B])
         noise_BK = uniforms(at.positions_B, keys_B, None, DRAFT_STREAM, count)
         sampling = DraftSampling(temperature_B, noise_BK, step.top_k_B, step.top_p_B)
         recall = ending = None
@@ -552,21 +590,42 @@ class DraftsToVerify:
         self._vocab_size = vocab_size
         self.rows_at_once = table_rows_at_once(vocab_size)
 
-    def table(self, rows: VerifiedRows, temperature_S: torch.Tensor) -> torch.Tensor | None:
-        """The table of some rows (`q_rows.table_of`); None: all their drafts are one-hot."""
+    def by_row(
+        self,
+        slots_T: torch.Tensor,
+        places_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        ids_T: torch.Tensor,
+        temperature_S: torch.Tensor,
+        seed_S: torch.Tensor,
+    ) -> q_kernel.ByRow | None:
+        """What is looked up by row; None: all drafts are one-hot."""
         slots = self._drafter.slots
         if slots is None:
             return None
-        return table_of(slots, rows, self._requests_S, temperature_S, self._vocab_size)
+        rows_T = slots_T, places_T, positions_T, ids_T
+        tables_S = self._requests_S, temperature_S, seed_S
+        return q_kernel.by_row(slots, *rows_T, *tables_S, self._vocab_size)
 
-    def verifying(self, logits_TV: torch.Tensor, rows: VerifiedRows) -> None:
-        self._drafter.verifying(logits_TV, rows)
+    def verifying(
+        self,
+        logits_TV: torch.Tensor,
+        slots_T: torch.Tensor,
+        places_T: torch.Tensor,
+        positions_T: torch.Tensor,
+        ids_T: torch.Tensor,
+    ) -> None:
+        if self._drafter.memory is not None:
+            rows = VerifiedRows(slots_T.long(), places_T.long(), positions_T, ids_T)
+            self._drafter.verifying(logits_TV, rows)
 
     def rehearse(self, rows: int) -> None:
         """Make a table as large as that of a step with this many rows."""
         nothing_T = self._requests_S.new_zeros(min(rows, self.rows_at_once))
-        some = VerifiedRows(nothing_T, nothing_T, nothing_T, nothing_T)
-        self.table(some, torch.ones_like(self._requests_S, dtype=torch.float32))
+        temperature_S = torch.ones_like(self._requests_S, dtype=torch.float32)
+        # In vLLM's own types, for which the kernel is compiled now.
+        rows_T = nothing_T.int(), nothing_T.int(), nothing_T, nothing_T.int()
+        self.by_row(*rows_T, temperature_S, self._requests_S)
 
 
 # ---- what is replaced in vLLM
@@ -663,19 +722,16 @@ def with_q_as_it_is_read(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        table = None
         if isinstance(draft_logits, DraftsToVerify):
-            slots_T = expanded_idx_mapping.long()
-            rows = VerifiedRows(slots_T, expanded_local_pos.long(), pos, draft_sampled)
-            draft_logits.verifying(target_logits, rows)
-            table = draft_logits.table(rows, temperature)
-            draft_logits = table
-        if table is not None:
-            idx_mapping = cu_num_logits[:-1]
-            expanded_idx_mapping = rows.firsts_T.to(expanded_idx_mapping.dtype)
-            temperature, seed = temperature[slots_T], seed[slots_T]
-            if kwargs.get("watermarking") is not None:
-                kwargs["watermarking"] = kwargs["watermarking"][slots_T]
+            rows_T = expanded_idx_mapping, expanded_local_pos, pos, draft_sampled
+            draft_logits.verifying(target_logits, *rows_T)
+            found = draft_logits.by_row(*rows_T, temperature, seed)
+            draft_logits = None
+            if found is not None:
+                if kwargs.get("watermarking") is not None:
+                    kwargs["watermarking"] = kwargs["watermarking"][expanded_idx_mapping.long()]
+                draft_logits, expanded_idx_mapping, temperature, seed = found
+                idx_mapping = cu_num_logits[:-1]
         return original(
             target_logits,
             draft_logits,

@@ -105,27 +105,34 @@ def drafts_noted() -> Iterator[list[list[int]]]:
 def held_against_a_whole_table(engine: ColocatedEngine) -> Iterator[dict[str, Any]]:
     """Verify each step of the block twice: as in service, and by V2's own kernels with a table of
     all slots, as vLLM's speculators have one. Counts the drafts, and those that have a q; says
-    whether both found the same.
+    whether both found the same, and how far our kernel is from its reference.
     """
     import vllm.v1.worker.gpu.spec_decode.rejection_sampler as sampler
 
-    from medusa_ppo.vllm_plugin.speculator import VerifiedRows
+    from medusa_ppo.vllm_plugin import q_kernel
 
     ours = sampler.rejection_sample
     kernels = ours.__wrapped__  # type: ignore[attr-defined]
-    found: dict[str, Any] = {"alike": True, "drafts": 0, "drawn": 0}
+    found: dict[str, Any] = {"alike": True, "drafts": 0, "drawn": 0, "off": 0.0}
 
     def twice(
         logits_TV: Any, kept: Any, ids_T: Any, firsts: Any, pos_T: Any, *rest: Any, **more: Any
     ) -> Any:
         result = ours(logits_TV, kept, ids_T, firsts, pos_T, *rest, **more)
-        slots_B, slots_T, places_T, temperature_S = rest[:4]
-        rows = VerifiedRows(slots_T.long(), places_T.long(), pos_T, ids_T)
-        part_TKV = kept.table(rows, temperature_S)
+        slots_B, slots_T, places_T, temperature_S, seed_S = rest[:5]
+        read = slots_T, places_T, pos_T, ids_T, kept._requests_S, temperature_S, seed_S
+        by_row, plainly = (
+            make(kept._drafter.slots, *read, kept._vocab_size)
+            for make in (q_kernel.by_row, q_kernel.by_row_plainly)
+        )
+        found["alike"] &= all(map(torch.equal, by_row[1:], plainly[1:]))
+        part_TKV = plainly.table_TKV
         whole_SKV = part_TKV.new_full((len(temperature_S), HEADS, part_TKV.shape[2]), -torch.inf)
         counts = (firsts.diff() - 1).tolist()
         for slot, first, count in zip(slots_B.tolist(), firsts.tolist(), counts, strict=False):
             whole_SKV[slot, :count] = part_TKV[first, :count]
+            off_KV = (by_row.table_TKV[first, :count].exp() - part_TKV[first, :count].exp()).abs()
+            found["off"] = max([found["off"], *off_KV.flatten().tolist()])
             found["drafts"] += count
             found["drawn"] += int((part_TKV[first, :count].isfinite().sum(1) > 1).sum())
         expected = kernels(logits_TV, whole_SKV, ids_T, firsts, pos_T, *rest, **more)
@@ -210,6 +217,12 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
                 tell(**{"no early end": refusal(engine, settings)})
                 continue
             engine.configure(**settings)
+            if name == "draft vocabulary":
+                # First as many tokens as it waits for; then rows of q have columns of their own.
+                engine.generate(asked, few)
+                with held_against_a_whole_table(engine) as found:
+                    engine.generate(asked[:8], few)
+                tell(**{"table of few": found})
             test = Uniformity()
             wanted = Sampling(1.0, max_new_tokens=NEW_TOKENS, ignore_eos=True)
             rollouts = engine.generate(asked, wanted)
@@ -256,18 +269,18 @@ def refusal(engine: ColocatedEngine, settings: dict[str, Any]) -> str:
 
 def in_parts(speculator: Any, generate: Any) -> int:
     """Verify some requests two at a time; returns the most rows of logits that a table had."""
-    from medusa_ppo.vllm_plugin import speculator as module
+    from medusa_ppo.vllm_plugin import q_kernel
 
     kept = speculator.draft_logits
     most, kept.rows_at_once = kept.rows_at_once, 2 * (HEADS + 1)
     sizes = []
-    table_of = module.table_of
+    by_row = q_kernel.by_row
 
-    def seen(slots: Any, rows: Any, *rest: Any) -> Any:
-        sizes.append(len(rows.slots_T))
-        return table_of(slots, rows, *rest)
+    def seen(slots: Any, slots_T: Any, *rest: Any) -> Any:
+        sizes.append(len(slots_T))
+        return by_row(slots, slots_T, *rest)
 
-    with mock.patch.object(module, "table_of", seen):
+    with mock.patch.object(q_kernel, "by_row", seen):
         generate()
     kept.rows_at_once = most
     return max(sizes)

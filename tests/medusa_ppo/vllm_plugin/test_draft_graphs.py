@@ -66,6 +66,8 @@ class Scene:
         if recorded:
             self.speculator._graphs = self.graphs
         self.position_S = np.full(SLOTS, 9)
+        self.last_S1 = torch.zeros(SLOTS, 1, dtype=torch.int64)
+        self.seeds_S = torch.arange(SLOTS)
 
     def record(self, call: Callable[[], torch.Tensor]) -> tuple[Again, torch.Tensor]:
         again = Again(call)
@@ -90,19 +92,21 @@ class Scene:
             cu_num_logits_np=np.arange(count + 1) * (verified + 1),
             num_tokens=rows,
         )
+        hidden_TD = torch.randn(rows + 3, D, generator=generator)
+        self.last_S1.copy_(torch.randint(V, (SLOTS, 1), generator=generator))
         return self.speculator.propose(
             batch,
             None,
             None,
             # vLLM's own tensor has more rows than the step.
-            torch.randn(rows + 3, D, generator=generator),
+            hidden_TD,
             None,
             torch.full((count,), max(verified, 1), dtype=torch.int32),
             torch.full((count,), min(verified, 1), dtype=torch.int32),
-            torch.randint(V, (SLOTS, 1), generator=generator),
+            self.last_S1,
             None,
             self.step.temperature_S,
-            torch.arange(SLOTS),
+            self.seeds_S,
         )
 
     def kept(self) -> list[torch.Tensor]:

@@ -18,7 +18,6 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner")
 from medusa_ppo.drafting import q_rows, sending
 from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.drafting.core import DraftingCore
-from medusa_ppo.drafting.q_rows import VerifiedRows
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.vllm_plugin import rank_agreement
@@ -69,6 +68,7 @@ class Step:
         speculator.lengths_B = None
         speculator.count = 0
         speculator._grammar_S = torch.zeros(SLOTS + 1, dtype=torch.bool)
+        speculator._grammar_S[-1] = True
         speculator._requests_S = torch.arange(SLOTS + 1)
         speculator.draft_logits = DraftsToVerify(drafter, speculator._requests_S, V)
         self.speculator = speculator
@@ -112,14 +112,15 @@ class Step:
         places_T = torch.arange(K + 1).repeat(2)
         # The token that was sampled last stands one after the last step's.
         first_2 = self.batch.positions[self.batch.query_start_loc[1:3] - 1] + 1
-        rows = VerifiedRows(
+        found = self.speculator.draft_logits.by_row(
             self.batch.idx_mapping[:2].repeat_interleave(K + 1),
             places_T,
             first_2.repeat_interleave(K + 1) + places_T,
             torch.cat([torch.zeros(2, 1, dtype=torch.int64), ids_BK[:2]], dim=1).flatten(),
+            self.temperature_S,
+            torch.arange(SLOTS),
         )
-        table_TKV = self.speculator.draft_logits.table(rows, self.temperature_S)
-        return table_TKV[[0, K + 1]].clone()
+        return found.table_TKV[[0, K + 1]].clone()
 
 
 def test_what_is_verified_against_is_what_was_drawn_from() -> None:
@@ -180,7 +181,7 @@ def test_a_dummy_run_takes_the_path_that_serves(monkeypatch: pytest.MonkeyPatch)
         return table
 
     monkeypatch.setattr(DraftingCore, "draft", seen)
-    monkeypatch.setattr("medusa_ppo.vllm_plugin.speculator.table_of", made_too)
+    monkeypatch.setattr("medusa_ppo.vllm_plugin.q_kernel.table_of", made_too)
     step.propose(dummy_run=True)
     assert asked[0] is not None, "drawn, as in service"
     assert made == [(B * (K + 1), K, V)]
