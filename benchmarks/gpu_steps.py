@@ -6,7 +6,8 @@ does drafting gain there? Engines of their own, started side by side; then one a
         --template '{prompt}' --sequences 1,32 --arms none,v1,v2,v2-launched
 
 Arms: `none` is vLLM at its defaults, without speculation; `v1` and `v2` are ours on vLLM's two
-model runners; `v2-launched` is V2 with drafting's kernels launched one by one, not as CUDA graphs.
+model runners; `v2-launched` is V2 with drafting's kernels launched one by one, not as CUDA graphs;
+`v2-synchronous` is V2 with no step scheduled before the last one has ended.
 
 With --shape, actor and heads have random weights of real sizes, so what is accepted means nothing
 and is divided out: only the milliseconds of a step count. With --model both are real, and so are
@@ -61,7 +62,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """As model cards say, all as a Llama, so that only sizes differ; `tiny` is to try this out."""
-ARMS = ("none", "v1", "v2", "v2-launched")
+ARMS = ("none", "v1", "v2", "v2-launched", "v2-synchronous")
 PROMPT, WRITTEN, WIDTH = 64, 96, 8192
 TRACED, LONGEST = 16, 30
 """Tokens that a traced response has, and kernels that are listed."""
@@ -127,6 +128,8 @@ def serve(options: argparse.Namespace) -> None:
     extra: dict[str, Any] = {"kv_cache_memory_bytes": options.cache_mib << 20}
     if options.shape:
         extra["load_format"] = "dummy"
+    if arm == "v2-synchronous":
+        extra["async_scheduling"] = False
     config = EngineConfig(
         dtype="bfloat16",
         max_num_seqs=max(options.sequences),

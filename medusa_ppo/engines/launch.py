@@ -248,9 +248,9 @@ def checked_runner(config: EngineConfig, *, images: bool) -> str:
         if images or not _is_fastest_on_v2(config):
             return "v1"
         logger.warning(
-            "Drafting on vLLM's V2 model runner, whose samples were tested on Triton's interpreter,"
-            " not yet on a GPU. `medusa-ppo doctor --distribution` tests them here;"
-            " engine.runner=v1 was tested, and is slower."
+            "Drafting on vLLM's V2 model runner, whose samples were tested on one GPU, before its"
+            " steps were scheduled ahead. `medusa-ppo doctor --distribution` tests them here;"
+            " engine.runner=v1 is slower."
         )
         return "v2"
     if config.runner == "v1":

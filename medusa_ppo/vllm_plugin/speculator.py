@@ -468,7 +468,7 @@ class MedusaSpeculator(DraftModelSpeculator):
                 accepted_B = (num_sampled[:batch] - 1).clamp_min(0)
                 drafter.stopping.settle(at.slots_B, drafted_B, accepted_B)
         if not drafter.drafting:
-            _, rows_B, last_ids_B = self._newest(step)
+            rows_B, last_ids_B = self._newest(step)[1:]
             drafter.count(step.ids_T, rows_B, last_ids_B, step.sampled_B)
             return self._padded(last_ids_B.new_zeros(batch, 0))
         drafter.notes_at_once = self._graphs is not None and not self._graphs.broken
