@@ -32,6 +32,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _SHIFTS = (30, 27, 31)
 SCAN_BYTES = 64 * 1024**2
+# A power of two, so multiplying by it is exact.
+GRAINS = 2.0**40
 # The distance between two neighbouring uniforms.
 UNIT = 2.0**-53
 
@@ -127,12 +129,18 @@ def cumulate(mass_BW: torch.Tensor, out_BX: torch.Tensor) -> None:
         # torch adds one after the other here, in double precision, so the sums never decrease.
         torch.cumsum(mass_BW[:, :-1], -1, out=out_BX)
     else:
-        # A parallel scan may decrease by rounding; a column would then have a negative q. In blocks
-        # of rows, because both tensors have 8 bytes per number, and the maximum also returns
-        # indices.
-        rows = max(1, SCAN_BYTES // (8 * mass_BW.shape[1]))
-        for part_BW, part_BX in zip(mass_BW.split(rows), out_BX.split(rows), strict=True):
-            part_BX[:] = part_BW[:, :-1].cumsum(-1, dtype=torch.float64).cummax(-1).values
+        cumulate_in_parallel(mass_BW, out_BX)
+
+
+def cumulate_in_parallel(mass_BW: torch.Tensor, out_BX: torch.Tensor) -> None:
+    """`cumulate` where additions come in any order. With floats a sum might then be less than the
+    one before it, by rounding, and a column would have a negative q; so it adds whole multiples of
+    2^-40, exactly.
+    """
+    # In blocks of rows, because both tensors have 8 bytes per number.
+    rows = max(1, SCAN_BYTES // (8 * mass_BW.shape[1]))
+    for part_BW, part_BX in zip(mass_BW.split(rows), out_BX.split(rows), strict=True):
+        part_BX.copy_((part_BW[:, :-1] * GRAINS).long().cumsum(-1)).mul_(1 / GRAINS)
 
 
 def drawn_from(sums_BX: torch.Tensor) -> torch.Tensor:

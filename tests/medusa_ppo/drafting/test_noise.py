@@ -4,6 +4,8 @@ shares the batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from scipy import stats
@@ -16,6 +18,7 @@ from medusa_ppo.drafting.noise import (
     STREAMS,
     counted,
     cumulate,
+    cumulate_in_parallel,
     draw,
     float32_below,
     keys_of,
@@ -95,13 +98,16 @@ def test_tokens_are_drawn_in_proportion_to_their_mass() -> None:
     assert stats.chisquare(counts[[1, 3, 4]].numpy(), [7500, 2500, 10_000]).pvalue > 1e-3
 
 
-def test_columns_are_drawn_with_exactly_the_probability_that_q_says() -> None:
+@pytest.mark.parametrize("add_up", [cumulate, cumulate_in_parallel])
+def test_columns_are_drawn_with_exactly_the_probability_that_q_says(
+    add_up: Callable[[torch.Tensor, torch.Tensor], None],
+) -> None:
     """The steps of the sums are q to the last bit: uniforms just below and at each of them fall on
     its two sides.
     """
     mass_BW = (6 * torch.randn(50, 200, generator=torch.Generator().manual_seed(0))).softmax(-1)
     sums_BX = torch.empty(50, 199)
-    cumulate(mass_BW, sums_BX)
+    add_up(mass_BW, sums_BX)
     assert (sums_BX.diff() >= 0).all()
     # Two sums near 1 are each rounded by up to 2^-24.
     torch.testing.assert_close(sums_BX.diff(), mass_BW[:, 1:-1], atol=2**-22, rtol=1e-4)
@@ -115,10 +121,23 @@ def test_columns_are_drawn_with_exactly_the_probability_that_q_says() -> None:
         assert ((column_BX > index_BX) == right)[inside].all()
     ends_B1 = torch.tensor([[0.0], [1 - 2.0**-53]], dtype=torch.float64)
     one_hot_BX = torch.empty(2, 3)
-    cumulate(torch.tensor([[0.0, 0.0, 1.0, 0.0]]).repeat(2, 1), one_hot_BX)
+    add_up(torch.tensor([[0.0, 0.0, 1.0, 0.0]]).repeat(2, 1), one_hot_BX)
     assert torch.searchsorted(one_hot_BX, float32_below(ends_B1), right=True).squeeze(
         1
     ).tolist() == [2, 2]
+
+
+def test_sums_in_any_order_never_decrease_and_are_close_with_many_tokens() -> None:
+    """Of 152,000 tokens most have less than a millionth."""
+    generator = torch.Generator().manual_seed(0)
+    mass_BW = (4 * torch.randn(3, 152_000, generator=generator)).softmax(-1)
+    sums_BX, exact_BX = torch.empty(2, 3, 151_999)
+    cumulate_in_parallel(mass_BW, sums_BX)
+    cumulate(mass_BW, exact_BX)
+    assert (sums_BX.diff() >= 0).all()
+    torch.testing.assert_close(sums_BX, exact_BX, atol=2e-7, rtol=0)
+    cumulate_in_parallel(mass_BW.flip(0), exact_BX)
+    assert torch.equal(exact_BX.flip(0), sums_BX), "whatever its neighbours are"
 
 
 def test_the_ends_of_the_unit_interval_fall_on_tokens_with_mass() -> None:
