@@ -17,11 +17,13 @@ from __future__ import annotations
 
 import json
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,6 +99,27 @@ class Group(Meeting):
         )
 
 
+class Frames:
+    """Memory for frames. On the host it is used again as soon as nothing refers to a frame any
+    more: fresh memory, page by page, takes longer than the transfer. (torch does this for GPUs.)
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[np.ndarray] = []
+
+    def take(self, size: int) -> Tensor:
+        """`size` bytes with any content."""
+        if self._device.type != "cpu" or not size:
+            return torch.empty(size, dtype=torch.uint8, device=self._device)
+        fitting = [place for place, memory in enumerate(self._free) if len(memory) >= size]
+        memory = self._free.pop(fitting[0]) if fitting else np.empty(size, dtype=np.uint8)
+        part = memory[:size]
+        # torch holds on to this view, not to what it is a view of.
+        weakref.finalize(part, self._free.append, memory)
+        return torch.from_numpy(part)
+
+
 # ---- sending
 
 
@@ -108,11 +131,13 @@ def send(group: Group, stream: ActorStream) -> str:
         SwapError: a rank is lost, or the tensors differ from those in the header.
     """
     digests: dict[str, str] = {}
+    frames = Frames(group.device)
     for bucket in _buckets(stream):
-        frame = _frame(bucket, stream.entries, group.device)
+        frame = _frame(bucket, stream.entries, frames)
         require_finite(dict(_views(frame, list(bucket), stream.entries)), "the actor's weights")
         sums_P = page_sums(frame)
         _share_frame(group, frame, sums_P, {"names": list(bucket)})
+        del frame
         digests |= _digests(sums_P.cpu(), list(bucket), stream.entries)
     if digests.keys() != stream.entries.keys():
         raise _not_announced(f"{len(digests)} tensors", f"{len(stream.entries)}")
@@ -148,12 +173,14 @@ def _buckets(stream: ActorStream) -> Iterator[dict[str, Tensor]]:
         yield bucket
 
 
-def _frame(bucket: Mapping[str, Tensor], entries: Entries, device: torch.device) -> Tensor:
-    frame = torch.zeros(
-        sum(_room(name, entries) for name in bucket), dtype=torch.uint8, device=device
-    )
+def _frame(bucket: Mapping[str, Tensor], entries: Entries, frames: Frames) -> Tensor:
+    frame = frames.take(sum(_room(name, entries) for name in bucket))
+    start = 0
     for name, place in _views(frame, list(bucket), entries):
         place.copy_(bucket[name])
+        end = start + _room(name, entries)
+        frame[start + place.nbytes : end].zero_()
+        start = end
     return frame
 
 
@@ -197,11 +224,12 @@ class Incoming:
         """Raises SwapError if the sender is lost, or if other bytes arrive than were sent."""
         group = self._group
         waiting = set(self._entries)
+        frames = Frames(group.device)
         while not self.checksum:
             size, length, words = group.share(
                 torch.empty(3, dtype=torch.int64, device=group.device)
             ).tolist()
-            frame = torch.empty(size, dtype=torch.uint8, device=group.device)
+            frame = frames.take(size)
             if size:
                 group.share(frame)
             text = group.share(torch.empty(length, dtype=torch.uint8, device=group.device))
@@ -213,7 +241,9 @@ class Incoming:
                 )
             names = note.get("names", [])
             waiting -= set(names)
-            yield from _views(frame, names, self._entries)
+            views = _views(frame, names, self._entries)
+            del frame
+            yield from views
             if waiting and "checksum" in note:
                 raise _not_announced(f"an end, {len(waiting)} tensors too early", "all of them")
             self.checksum = note.get("checksum", "")

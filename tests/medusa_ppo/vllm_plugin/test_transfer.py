@@ -16,6 +16,7 @@ from heads.tensorfile import checksum
 from medusa_ppo.runtime.rendezvous import LOOPBACK
 from medusa_ppo.vllm_plugin.transfer import (
     ActorStream,
+    Frames,
     Group,
     Incoming,
     read_entries,
@@ -118,6 +119,40 @@ def test_a_group_sends_again_and_again() -> None:
         ]
 
     assert in_a_group(work) == [[checksum(state) for state in states]] * 3
+
+
+def test_memory_of_a_frame_is_used_again_when_nobody_looks_at_it() -> None:
+    frames = Frames(torch.device("cpu"))
+    first = frames.take(1000)
+    at = first.data_ptr()
+    part = first[10:20].view(torch.int16)
+    second = frames.take(500)
+    assert second.data_ptr() != at
+    del first
+    third = frames.take(500)
+    assert third.data_ptr() not in (at, second.data_ptr()), "a part of it is still there"
+    del part
+    assert frames.take(1001).data_ptr() != at, "it has too little room"
+    assert frames.take(900).data_ptr() == at
+    assert frames.take(0).shape == (0,)
+
+
+def test_tensors_that_were_received_stay_when_others_follow() -> None:
+    """As many buckets as tensors, in memory that is used again."""
+    state = {f"tensor {i}": torch.full((30,), float(i)) for i in range(12)}
+    stream = stream_of(state)
+
+    def work(group: Group) -> Any:
+        if is_trainer(group):
+            return send(group, stream)
+        incoming = Incoming(group, read_entries(stream.header()))
+        kept = {}
+        for place, (name, tensor) in enumerate(incoming):
+            if place % 3 == 0:
+                kept[name] = tensor
+        return all(torch.equal(tensor, state[name]) for name, tensor in kept.items()) and len(kept)
+
+    assert in_a_group(work, 2) == [checksum(state), 4]
 
 
 @pytest.mark.parametrize("case", ["nan", "unknown", "shape", "missing", "source"])
