@@ -25,12 +25,12 @@ import torch
 
 from heads.tensorfile import checksum, crc, is_finite, load_state, sha256_of, write_summed
 from medusa_ppo.contract.status import Checked
+from medusa_ppo.engines.actor_sync import BUCKET_BYTES
 from medusa_ppo.runtime.rendezvous import LOOPBACK
 from medusa_ppo.vllm_plugin.confirm import read_state
 from medusa_ppo.vllm_plugin.transfer import ActorStream, Group, Incoming, send
 
 SIDE = 4096
-BUCKET_BYTES = 256 << 20
 
 
 def main() -> None:

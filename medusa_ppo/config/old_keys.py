@@ -9,7 +9,7 @@ from heads.errors import ConfigError
 
 OLD_KEYS = {
     "actor.threads": "ppo.threads also sets the threads of each rank.",
-    "actor.bucket_bytes": "It is always 256 MiB.",
+    "actor.bucket_bytes": "It is always 64 MiB.",
     "data.column": "Write data.template='{COLUMN}'.",
     "data.limit": "Write data.split='train[:NUMBER]'.",
     "engine.choose_drafts": (

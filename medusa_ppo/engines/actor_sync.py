@@ -227,9 +227,9 @@ def _lost(error: Exception) -> SwapError:
     )
 
 
-BUCKET_BYTES = 256 * 1024**2
+BUCKET_BYTES = 64 * 1024**2
 """Bytes of weights that a pipeline stage joins, or a broadcast sends, at a time; at least one
-tensor.
+tensor. Four times as many took as long, and the memory for them counts for a small actor.
 """
 
 
