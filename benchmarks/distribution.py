@@ -11,7 +11,8 @@ compared with the transformers model in float32. The same engine then drafts aga
 one step old: those samples must fail, or the test could not detect a wrong q. (A grammar's drafts
 are verified as one-hot, without q; its control treats their old q as valid.) Seeds are fixed.
 `--runner v2` is vLLM's V2 model runner; without a GPU it uses Triton's interpreter, at some tens of
-tokens per second. `--random-actor DIR` writes an untrained actor and heads, with which 200,000
+tokens per second. With `--ahead` it schedules steps ahead, as it does on GPUs, except where runs of
+drafts end early. `--random-actor DIR` writes an untrained actor and heads, with which 200,000
 tokens take a minute or two on one core.
 
 Shape letters: M sampled tokens of one response, V vocabulary.
@@ -448,8 +449,10 @@ def _hold_back(holder: Any, method: str, kept: Callable[[], torch.Tensor]) -> No
 
 
 @contextlib.contextmanager
-def started(setting: Setting, stage: Stage, runner: str | None) -> Iterator[Any]:
+def started(setting: Setting, stage: Stage, runner: str | None, ahead: bool) -> Iterator[Any]:
     from medusa_ppo.engines.colocated import ColocatedEngine
+
+    scheduling = {"async_scheduling": ahead and "stop_below" not in setting.drafting}
 
     config = EngineConfig(
         dtype="float32",
@@ -457,7 +460,7 @@ def started(setting: Setting, stage: Stage, runner: str | None) -> Iterator[Any]
         max_model_len=512,
         threads=1,
         memory_fraction=0.05,
-        extra=setting.engine,
+        extra=setting.engine | (scheduling if runner == "v2" else {}),
     )
     config = launch.with_all_heads(config, stage.heads)
     if runner:
@@ -503,7 +506,8 @@ def measure(setting: Setting, stage: Stage, options: argparse.Namespace) -> dict
     """The figures of one setting: correct, and with a q that is one step old."""
     began = time.perf_counter()
     figures: dict[str, Any] = {"setting": setting.name, "runner": options.runner or "v1"}
-    with started(setting, stage, options.runner) as engine:
+    figures["ahead"] = options.ahead
+    with started(setting, stage, options.runner, options.ahead) as engine:
         # Requests without a seed draw from torch's own generator.
         torch.manual_seed(SEED)
         sampler = SteppedEngine(engine, setting, stage, SEED)
@@ -553,6 +557,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200_000)
     parser.add_argument("--stale-tokens", type=int, default=STALE_TOKENS)
     parser.add_argument("--runner", choices=("v1", "v2"))
+    parser.add_argument("--ahead", action="store_true", help="with v2: schedule steps ahead")
     parser.add_argument("--json", type=Path, help="append a line for each setting")
     options = parser.parse_args()
     if options.random_actor:

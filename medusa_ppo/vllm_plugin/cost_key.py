@@ -37,7 +37,8 @@ def cost_key(proposer: Any) -> dict[str, Any]:
         "machine": _machine(proposer.device),
         "vllm": vllm_version(),
         "torch": str(torch.__version__),
-        "runner": "v1",
+        "runner": proposer.runner,
+        "asynchronous": bool(getattr(config.scheduler_config, "async_scheduling", False)),
         "model": {
             name: value for name in SIZES if (value := getattr(text, name, None)) is not None
         },

@@ -95,7 +95,13 @@ def image_tokens(hf_config: Any) -> tuple[int, ...]:
 
 
 class MedusaProposer(Drafter):
-    """vLLM's model runner calls this for drafts after each step."""
+    """vLLM's model runner calls this for drafts after each step.
+
+    Attributes:
+        runner: `v1` or `v2`.
+    """
+
+    runner = "v1"
 
     heads: MedusaHeads
     _core: DraftingCore

@@ -82,6 +82,7 @@ class HeldHeads(MedusaProposer):
             are held: there is nothing to compute until somebody drafts again.
     """
 
+    runner = "v2"
     running: RunningRequests
     _serves: torch.Tensor
     notes_at_once: bool = False
@@ -283,6 +284,8 @@ class HeldHeads(MedusaProposer):
 
     def _forget_pairs(self) -> None:
         super()._forget_pairs()
+        # A deep sleep throws it away.
+        self._serves.fill_(self._calibrating is None)
         if self._texts is not None and self._core.copier is not None:
             self._core.copier.write_again(self._texts)
 

@@ -21,6 +21,7 @@ from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.vllm_plugin import rank_agreement
+from medusa_ppo.vllm_plugin.cost_key import cost_key
 from medusa_ppo.vllm_plugin.running_requests import Admitted
 from medusa_ppo.vllm_plugin.speculator import (
     DraftsToVerify,
@@ -414,6 +415,21 @@ def test_without_heads_a_step_scheduled_ahead_has_drafts_that_any_q_allows() -> 
     assert speculator.asked == 0 and (ids_BK == 0).all()
     rows_2KV = step.verified(ids_BK)
     assert (rows_2KV.isfinite().sum(2) == 1).all() and (rows_2KV[:, :, 0] == 0).all()
+
+
+def test_times_of_steps_are_those_of_a_runner_and_of_its_way_to_schedule() -> None:
+    """Otherwise V2 would choose by times that V1 had on the same machine."""
+    drafter = Step().speculator.drafter
+    config = drafter.vllm_config
+    config.parallel_config = SimpleNamespace(tensor_parallel_size=1)
+    config.model_config.hf_text_config = SimpleNamespace(hidden_size=D)
+    config.model_config.enforce_eager = True
+    first = cost_key(drafter)
+    config.scheduler_config.async_scheduling = True
+    ahead = cost_key(drafter)
+    drafter.runner = "v1"
+    assert (first["runner"], cost_key(drafter)["runner"]) == ("v2", "v1")
+    assert [key for key in first if first[key] != ahead[key]] == ["asynchronous"]
 
 
 def arrived(slot: int, tokens: list[int], *, grammar: bool = False) -> Admitted:
