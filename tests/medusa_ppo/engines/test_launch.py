@@ -220,6 +220,26 @@ def test_what_cannot_be_combined_is_named(
         plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(extra=extra), 0)
 
 
+def test_steps_are_scheduled_ahead_where_runs_of_drafts_do_not_end_early(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Left to the plugin, unless somebody asks for one or the other."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    heads = heads_folder(tmp_path / "heads")
+
+    def planned(**settings: Any) -> Any:
+        config = EngineConfig(runner="v2", **settings)
+        return plan_launch(model, heads, config, 0).engine_args.get("async_scheduling")
+
+    assert planned() is None
+    for asked in (True, False):
+        assert planned(extra={"async_scheduling": asked}) is asked
+    early = {"stop_below": 0.1, "num_drafts": 1}
+    assert planned(**early) is False
+    with pytest.raises(ConfigError, match="how many drafts it verifies is known too late"):
+        planned(**early, extra={"async_scheduling": True})
+
+
 GROUP: dict[str, Any] = {"weights": {"num_bits": 8}}
 
 
