@@ -13,7 +13,8 @@ are verified as one-hot, without q; its control treats their old q as valid.) Se
 `--runner v2` is vLLM's V2 model runner; without a GPU it uses Triton's interpreter, at some tens of
 tokens per second. With `--ahead` it schedules steps ahead, as it does on GPUs, except where runs of
 drafts end early. `--random-actor DIR` writes an untrained actor and heads, with which 200,000
-tokens take a minute or two on one core.
+tokens take a minute or two on one core; the interpreter wants a smaller one (`--vocab 128
+--num-heads 2`), whose prompts are the data's by remainder, and which can't follow a grammar.
 
 Shape letters: M sampled tokens of one response, V vocabulary.
 """
@@ -181,6 +182,9 @@ class Stage:
         actors = [
             load_actor(options.model, "float32").eval().requires_grad_(False) for _ in range(2)
         ]
+        vocab = actors[0].config.vocab_size
+        prompts = [[token % vocab for token in prompt] for prompt in prompts]
+        preamble = [token % vocab for token in preamble]
         heads = [load_heads(options.heads)[0] for _ in range(2)]
         generator = torch.Generator().manual_seed(SEED)
         for parameter in (*actors[1].parameters(), *heads[1].parameters()):
@@ -201,7 +205,7 @@ class Stage:
         return FeedActor.of(load_heads(self.heads)[0].config, self.actors[0].lm_head.weight)
 
 
-def random_actor(like: Path, folder: Path) -> None:
+def random_actor(like: Path, folder: Path, vocab: int | None, num_heads: int) -> None:
     """`actor` and `heads`, with the tokenizer and the kind of another actor, but small and
     untrained, for many tokens per second.
     """
@@ -216,12 +220,14 @@ def random_actor(like: Path, folder: Path) -> None:
         }
     )
     config.update({"head_dim": 32, "initializer_range": 0.25, "dtype": "float32"})
+    if vocab:
+        config.update({"vocab_size": vocab, "bos_token_id": 0, "eos_token_id": 0})
     torch.manual_seed(0)
     actor = AutoModelForCausalLM.from_config(config)
     actor.save_pretrained(folder / "actor")
     AutoTokenizer.from_pretrained(like).save_pretrained(folder / "actor")
     torch.manual_seed(1)
-    sizes = HeadsSection(num_heads=4).sizes(config.hidden_size, config.vocab_size)
+    sizes = HeadsSection(num_heads=num_heads).sizes(config.hidden_size, config.vocab_size)
     heads = MedusaHeads(sizes).requires_grad_(False)
     for parameter in heads.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.02)
@@ -552,6 +558,8 @@ def main() -> None:
     parser.add_argument(
         "--random-actor", type=Path, help="only write a small untrained actor with heads there"
     )
+    parser.add_argument("--vocab", type=int, help="with --random-actor: number of tokens")
+    parser.add_argument("--num-heads", type=int, default=4, help="with --random-actor")
     parser.add_argument("--template", default="<|endoftext|>Question: {question}\nAnswer:")
     parser.add_argument("--settings", nargs="*", help="names; default: all of the runner's")
     parser.add_argument("--tokens", type=int, default=200_000)
@@ -561,7 +569,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="append a line for each setting")
     options = parser.parse_args()
     if options.random_actor:
-        random_actor(options.model, options.random_actor)
+        random_actor(options.model, options.random_actor, options.vocab, options.num_heads)
         return
     if not (options.heads and options.data):
         parser.error("--heads and --data are needed")

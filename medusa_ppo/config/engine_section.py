@@ -105,7 +105,7 @@ class EngineConfig(Section):
     stop_below: float | None = Field(None, gt=0, lt=1)
     """In each step, stop drafting for a request before the first draft whose estimated chance of
     acceptance is below this (sampled drafts, a fixed num_drafts); null: never. Set it to 0.05 to
-    0.08 when verifying drafts is what slows the engine down.
+    0.08 when verifying drafts is what slows the engine down. V2 then schedules no step ahead.
     """
     extra: dict[str, Any] = Field(default_factory=dict)
     """More keyword arguments for vLLM's engine, passed on unchanged, e.g. `{tensor_parallel_size:
