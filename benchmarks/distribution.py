@@ -14,7 +14,8 @@ are verified as one-hot, without q; its control treats their old q as valid.) Se
 tokens per second. With `--ahead` it schedules steps ahead, as it does on GPUs, except where runs of
 drafts end early. `--random-actor DIR` writes an untrained actor and heads, with which 200,000
 tokens take a minute or two on one core; the interpreter wants a smaller one (`--vocab 128
---num-heads 2`), whose prompts are the data's by remainder, and which can't follow a grammar.
+--num-heads 2`), whose prompts are the data's by remainder, and which can't follow a grammar, and
+short texts (`--prompt-tokens 12 --new-tokens 32`).
 
 Shape letters: M sampled tokens of one response, V vocabulary.
 """
@@ -62,7 +63,6 @@ from medusa_ppo.vllm_plugin.speculation import FEED
 from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
 SEED = 20261122
-NEW_TOKENS = 96
 AT_ONCE = 256
 """Responses requested from the engine together."""
 # A wrong q shows within some thousand tokens; showing that nothing is wrong takes many more.
@@ -178,13 +178,16 @@ class Stage:
         )
         preamble = tokenizer(solved, add_special_tokens=False).input_ids
         # Preamble, question and response must fit into 512 tokens.
-        prompts = [ids[-96:] for ids in tokenizer(texts[2:], add_special_tokens=False).input_ids]
+        prompts = [
+            ids[-options.prompt_tokens :]
+            for ids in tokenizer(texts[2:], add_special_tokens=False).input_ids
+        ]
         actors = [
             load_actor(options.model, "float32").eval().requires_grad_(False) for _ in range(2)
         ]
         vocab = actors[0].config.vocab_size
         prompts = [[token % vocab for token in prompt] for prompt in prompts]
-        preamble = [token % vocab for token in preamble]
+        preamble = [token % vocab for token in preamble[-4 * options.prompt_tokens :]]
         heads = [load_heads(options.heads)[0] for _ in range(2)]
         generator = torch.Generator().manual_seed(SEED)
         for parameter in (*actors[1].parameters(), *heads[1].parameters()):
@@ -240,8 +243,11 @@ def random_actor(like: Path, folder: Path, vocab: int | None, num_heads: int) ->
 class SteppedEngine:
     """One engine, driven step by step, so that things can happen while requests run."""
 
-    def __init__(self, engine: Any, setting: Setting, stage: Stage, seed: int) -> None:
+    def __init__(
+        self, engine: Any, setting: Setting, stage: Stage, seed: int, new_tokens: int
+    ) -> None:
         self.engine = engine
+        self.new_tokens = new_tokens
         self.setting = setting
         self.stage = stage
         self.seen: dict[str, int] = {
@@ -272,7 +278,7 @@ class SteppedEngine:
         # refused.
         while sum(len(answer.ids) for answer in answers) < tokens:
             left = tokens - sum(len(answer.ids) for answer in answers)
-            answers += self._round(min(AT_ONCE, 1 + left // NEW_TOKENS))
+            answers += self._round(min(AT_ONCE, 1 + left // self.new_tokens))
         return answers
 
     def _round(self, count: int) -> list[SampledAnswer]:
@@ -287,7 +293,8 @@ class SteppedEngine:
             wanted = {"temperature": 1.0, **self.setting.asked(self._rng)}
             asked[str(self._serial)] = (prompt, wanted)
             responses += wanted.get("n", 1)
-            self._llm.add_request(str(self._serial), {"prompt_token_ids": prompt}, _params(wanted))
+            params = _params(wanted, self.new_tokens)
+            self._llm.add_request(str(self._serial), {"prompt_token_ids": prompt}, params)
         lengths: dict[str, int] = dict.fromkeys(asked, 0)
         versions: dict[str, list[tuple[int, int]]] = {key: [(0, self._actor)] for key in asked}
         # A step reports one response that progressed, even when it ends a request for several.
@@ -344,7 +351,7 @@ class SteppedEngine:
         FolderFeed(os.environ[FEED]).publish(self.stage.files["heads"][self._heads], release)
 
 
-def _params(wanted: dict[str, Any]) -> Any:
+def _params(wanted: dict[str, Any], new_tokens: int) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -352,7 +359,7 @@ def _params(wanted: dict[str, Any]) -> Any:
     grammar = wanted.pop("regex", None)
     wanted["structured_outputs"] = StructuredOutputsParams(regex=grammar) if grammar else None
     return SamplingParams(
-        **wanted, max_tokens=NEW_TOKENS, ignore_eos=True, detokenize=False, logprobs=0
+        **wanted, max_tokens=new_tokens, ignore_eos=True, detokenize=False, logprobs=0
     )
 
 
@@ -516,7 +523,7 @@ def measure(setting: Setting, stage: Stage, options: argparse.Namespace) -> dict
     with started(setting, stage, options.runner, options.ahead) as engine:
         # Requests without a seed draw from torch's own generator.
         torch.manual_seed(SEED)
-        sampler = SteppedEngine(engine, setting, stage, SEED)
+        sampler = SteppedEngine(engine, setting, stage, SEED, options.new_tokens)
         answers = sampler.sample(options.tokens)
         counters = engine.counters()
         # Before the control, which also preempts and swaps.
@@ -561,6 +568,8 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, help="with --random-actor: number of tokens")
     parser.add_argument("--num-heads", type=int, default=4, help="with --random-actor")
     parser.add_argument("--template", default="<|endoftext|>Question: {question}\nAnswer:")
+    parser.add_argument("--prompt-tokens", type=int, default=96, help="at most, of each prompt")
+    parser.add_argument("--new-tokens", type=int, default=96, help="of each response")
     parser.add_argument("--settings", nargs="*", help="names; default: all of the runner's")
     parser.add_argument("--tokens", type=int, default=200_000)
     parser.add_argument("--stale-tokens", type=int, default=STALE_TOKENS)

@@ -9,7 +9,8 @@ test. In addition, log p(x) + H(p) has mean 0 given the past, so its sum over al
 the root of the summed variances, is a standard normal z: it reveals a shift of log-probs (vLLM's
 CPU build without our patch gives |z| above 50 here). Drafts verified against a different q than
 they were drawn from, or one that is a step old, show up in all three. Tokens with zero mass under p
-are counted separately: there must be none.
+are counted separately: there must be none. Where top-k or top-p cuts, two machines may disagree
+about the token at the edge by rounding; tokens within EDGE of it are left out.
 
 Shape letters: B rows, T positions, M sampled tokens, V vocabulary.
 """
@@ -38,6 +39,11 @@ from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.rollout_engine import Prompts, RolloutEngine
 
 BINS = 20
+EDGE = 1e-3
+"""How far beyond a cut a token may be, in the logarithm of its probability or in the mass before
+it, and still be kept by an engine that is right: some ten times what a GPU's 32-bit logits differ
+by from a CPU's. What an engine keeps that keeps one token too many is further away.
+"""
 LEAST_P = 0.001
 MOST_Z = 3.0
 SERIES_TERMS = 100
@@ -54,6 +60,7 @@ class Uniformity:
 
     seed: int = 0
     outside: int = 0
+    at_edge: int = 0
     _u: list[torch.Tensor] = field(default_factory=list)
     _shift: float = 0.0
     _variance: float = 0.0
@@ -70,9 +77,8 @@ class Uniformity:
             ids_M: int64, the sampled tokens.
             sampling: temperature (above 0), top-k and top-p they were sampled with.
         """
-        logits_MV = truncate_logits(
-            logits_MV.double() / sampling.temperature, sampling.top_k, sampling.top_p
-        )
+        whole_MV = logits_MV.double() / sampling.temperature
+        logits_MV = truncate_logits(whole_MV, sampling.top_k, sampling.top_p)
         logp_MV = logits_MV.log_softmax(-1)
         p_MV = logp_MV.exp()
         mass_M = p_MV.gather(1, ids_M[:, None])[:, 0]
@@ -84,7 +90,12 @@ class Uniformity:
         inside_M = mass_M > 0
         uniform_M = torch.rand(len(ids_M), generator=self._generator, dtype=torch.float64)
         self._u.append((below_M + uniform_M.to(mass_M.device) * mass_M)[inside_M].cpu())
-        self.outside += int((~inside_M).sum())
+        beyond_M = ~inside_M
+        if beyond_M.any():
+            rows = whole_MV[beyond_M], logits_MV[beyond_M], ids_M[beyond_M]
+            at_edge_M = _within_edge(*rows, sampling)
+            self.at_edge += int(at_edge_M.sum())
+            self.outside += int((~at_edge_M).sum())
         # 0 times -inf would be NaN.
         finite_MV = torch.where(p_MV > 0, logp_MV, 0.0)
         mean_M = (p_MV * finite_MV).sum(-1)
@@ -96,7 +107,7 @@ class Uniformity:
 
     @property
     def tokens(self) -> int:
-        return self.outside + sum(len(part) for part in self._u)
+        return self.outside + self.at_edge + sum(len(part) for part in self._u)
 
     @property
     def chi_square_p(self) -> float:
@@ -150,8 +161,25 @@ class Uniformity:
             "kolmogorov_p": self.kolmogorov_p,
             "z": self.z,
             "outside": self.outside,
+            "at_edge": self.at_edge,
             "honest": self.honest,
         }
+
+
+def _within_edge(
+    whole_MV: torch.Tensor, cut_MV: torch.Tensor, ids_M: torch.Tensor, sampling: Sampling
+) -> torch.Tensor:
+    """Which tokens that the cuts exclude are as likely as the last one that they keep, or would be
+    kept by a slightly larger top-p.
+    """
+    ids_M1 = ids_M[:, None]
+    least_M1 = cut_MV.masked_fill(cut_MV == -torch.inf, torch.inf).amin(1, keepdim=True)
+    close_M1 = whole_MV.gather(1, ids_M1) >= least_M1 - EDGE
+    if sampling.top_p < 1:
+        top_p = min(1.0, sampling.top_p + EDGE)
+        wider_MV = truncate_logits(whole_MV, sampling.top_k, top_p)
+        close_M1 |= wider_MV.gather(1, ids_M1) > -torch.inf
+    return close_M1[:, 0]
 
 
 @torch.no_grad()

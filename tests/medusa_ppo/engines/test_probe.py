@@ -111,6 +111,35 @@ def test_tokens_outside_of_the_support_fail() -> None:
     assert test.outside > 0 and not test.honest
 
 
+CUTS = [Sampling(0.7, top_p=0.9), Sampling(1.2, top_k=3), Sampling(1.0, top_p=0.8, top_k=4)]
+
+
+@pytest.mark.parametrize("sampling", CUTS, ids=str)
+def test_rounding_at_a_cut_is_no_fault(sampling: Sampling) -> None:
+    """Logits that differ in the fifth digit, as a GPU's do. Without ties they disagree about a few
+    tokens only; here two tokens of every row are next to each other.
+    """
+    exact_MV = logits()
+    exact_MV[:, 1] = exact_MV[:, 0] + 1e-6
+    noise_MV = 1e-5 * torch.randn(M, V, generator=torch.Generator().manual_seed(9))
+    ids_M = samples(exact_MV + noise_MV, sampling)
+    test = of(exact_MV, ids_M, sampling)
+    assert test.honest and test.at_edge > 0 and test.tokens == M, test.figures()
+
+
+@pytest.mark.parametrize("sampling", CUTS[:2], ids=str)
+def test_an_engine_that_keeps_one_token_too_many_fails(sampling: Sampling) -> None:
+    whole_MV = logits() / sampling.temperature
+    kept_MV = truncate_logits(whole_MV, sampling.top_k, sampling.top_p) > -torch.inf
+    more_MV = kept_MV.sum(1, keepdim=True) >= torch.arange(V)
+    order_MV = whole_MV.sort(descending=True).indices
+    kept_MV = torch.zeros_like(kept_MV).scatter_(1, order_MV, more_MV)
+    p_MV = whole_MV.masked_fill(~kept_MV, -torch.inf).softmax(-1)
+    ids_M = torch.multinomial(p_MV, 1, generator=torch.Generator().manual_seed(1))[:, 0]
+    test = of(logits(), ids_M, sampling)
+    assert test.outside > 10 * test.at_edge and not test.honest
+
+
 def test_drafts_verified_against_another_q_fail() -> None:
     """Rejection sampling with a q that is one row old, as a stale q would be."""
     p_MV = logits().softmax(-1)
