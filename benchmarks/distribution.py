@@ -31,7 +31,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,7 @@ AT_ONCE = 256
 """Responses requested from the engine together."""
 # A wrong q shows within some thousand tokens; showing that nothing is wrong takes many more.
 STALE_TOKENS = 5_000
-EVERY_SWAP = 23
-EVERY_SYNC = 61
+EVERY = (23, 61)
 """Engine steps between two swaps of the heads, and between two syncs of the actor."""
 LOOK_S = 0.05
 """Seconds between two looks into a feed: with the product's two, a run of a minute would see few
@@ -244,10 +243,11 @@ class SteppedEngine:
     """One engine, driven step by step, so that things can happen while requests run."""
 
     def __init__(
-        self, engine: Any, setting: Setting, stage: Stage, seed: int, new_tokens: int
+        self, engine: Any, setting: Setting, stage: Stage, seed: int, options: argparse.Namespace
     ) -> None:
         self.engine = engine
-        self.new_tokens = new_tokens
+        self.new_tokens = options.new_tokens
+        self._swap_every, self._sync_every = options.every
         self.setting = setting
         self.stage = stage
         self.seen: dict[str, int] = {
@@ -320,13 +320,13 @@ class SteppedEngine:
     def _interfere(
         self, lengths: dict[str, int], versions: dict[str, list[tuple[int, int]]]
     ) -> None:
-        if self._steps % EVERY_SWAP == 0 and self.setting.fed:
+        if self._steps % self._swap_every == 0 and self.setting.fed:
             self._publish()
-        elif self._steps % EVERY_SWAP == 0:
+        elif self._steps % self._swap_every == 0:
             self._heads = 1 - self._heads
             self.seen["swaps"] += 1
             self.engine.swap_heads(self.stage.files["heads"][self._heads], self.seen["swaps"])
-        if self._steps % EVERY_SYNC == 0:
+        if self._steps % self._sync_every == 0:
             self._actor = 1 - self._actor
             self.seen["syncs"] += 1
             self.engine.sync_actor(self.stage.files["actors"][self._actor], self.seen["syncs"])
@@ -523,7 +523,7 @@ def measure(setting: Setting, stage: Stage, options: argparse.Namespace) -> dict
     with started(setting, stage, options.runner, options.ahead) as engine:
         # Requests without a seed draw from torch's own generator.
         torch.manual_seed(SEED)
-        sampler = SteppedEngine(engine, setting, stage, SEED, options.new_tokens)
+        sampler = SteppedEngine(engine, setting, stage, SEED, options)
         answers = sampler.sample(options.tokens)
         counters = engine.counters()
         # Before the control, which also preempts and swaps.
@@ -570,6 +570,10 @@ def main() -> None:
     parser.add_argument("--template", default="<|endoftext|>Question: {question}\nAnswer:")
     parser.add_argument("--prompt-tokens", type=int, default=96, help="at most, of each prompt")
     parser.add_argument("--new-tokens", type=int, default=96, help="of each response")
+    parser.add_argument("--sequences", type=int, help="most at once; default: the setting's own")
+    parser.add_argument(
+        "--every", type=int, nargs=2, default=EVERY, help="steps between swaps, and between syncs"
+    )
     parser.add_argument("--settings", nargs="*", help="names; default: all of the runner's")
     parser.add_argument("--tokens", type=int, default=200_000)
     parser.add_argument("--stale-tokens", type=int, default=STALE_TOKENS)
@@ -587,7 +591,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-pit-") as folder:
         stage = Stage.build(options, Path(folder))
         sys.stdout.write(f"{HEAD}\n")
-        for setting in [s for s in SETTINGS if s.name in names]:
+        for usual in [s for s in SETTINGS if s.name in names]:
+            setting = replace(usual, sequences=options.sequences or usual.sequences)
             row = measure(setting, stage, options)
             # A control that passes is as bad as a row that fails: the test could not see a fault.
             bad |= not row["honest"] or row["one_step_old"]["honest"]

@@ -172,6 +172,10 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
         if kind == "v1":
             return
         tell(ahead=runner.vllm_config.scheduler_config.async_scheduling)
+        torch.manual_seed(0)
+        few = Sampling(1.0, max_new_tokens=8, ignore_eos=True)
+        drawn = engine.generate(asked[:8], few)
+        tell(drawn=[list(response.token_ids) for response in drawn.responses])
         tell(block=getattr(runner.rejection_sampler, "use_block_verification", False))
         exact = greedy(model, asked[:4])
         asked_greedily = Sampling(0.0, max_new_tokens=GREEDY_TOKENS, ignore_eos=True)
@@ -189,7 +193,6 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
                 }
             )
         engine.configure(num_drafts=HEADS, sampled=True)
-        few = Sampling(1.0, max_new_tokens=8, ignore_eos=True)
         with held_against_a_whole_table(engine) as found:
             engine.generate(asked[:8], few)
         tell(table=found)

@@ -4,11 +4,13 @@ VLLM=0.32 RUNNER=v2`.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +30,15 @@ pytestmark = [
 ]
 
 
-def serve(folder: Path, context: int, copy_parts: int, runner: str) -> dict[str, Any]:
+@functools.cache
+def serve(context: int, copy_parts: int, runner: str) -> dict[str, Any]:
     """A process of its own: the interpreter has to be there before vLLM."""
-    command = [sys.executable, str(SCRIPT), str(folder), str(context), str(copy_parts), runner]
+    with tempfile.TemporaryDirectory() as folder:
+        return served(folder, context, copy_parts, runner)
+
+
+def served(folder: str, context: int, copy_parts: int, runner: str) -> dict[str, Any]:
+    command = [sys.executable, str(SCRIPT), folder, str(context), str(copy_parts), runner]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=1500, check=False, env=os.environ
     )
@@ -51,17 +59,15 @@ FORMS = {
 
 
 @pytest.fixture(scope="module", params=FORMS.values(), ids=FORMS)
-def seen(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
-    folders = tmp_path_factory.mktemp("v2"), tmp_path_factory.mktemp("v1")
+def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
     context, copy_parts, runner = request.param
     if runner == "v2-ahead" and not schedules_ahead(vllm_version()):
         pytest.skip("this vLLM does not tell how many drafts a step will verify")
-    return serve(folders[0], context, copy_parts, runner) | {
-        "v1": serve(folders[1], context, copy_parts, "v1")["drafted"],
+    return serve(context, copy_parts, runner) | {
+        "v1": serve(context, copy_parts, "v1")["drafted"],
         "copies": copy_parts > 0,
         "asked ahead": runner == "v2-ahead",
+        "drawn synchronously": serve(context, copy_parts, "v2")["drawn"],
     }
 
 
@@ -84,6 +90,12 @@ def test_steps_are_scheduled_ahead_where_that_is_asked_for(seen: dict[str, Any])
     assert seen["ahead"] == seen["asked ahead"]
     if seen["ahead"]:
         assert "before it knows where runs of drafts end" in seen["no early end"]
+
+
+def test_when_steps_are_scheduled_changes_no_token(seen: dict[str, Any]) -> None:
+    """With the same random numbers, drafts sampled and verified: one by one the same."""
+    assert seen["drawn"] == seen["drawn synchronously"]
+    assert len(set(map(tuple, seen["drawn"]))) == 8
 
 
 def test_greedy_tokens_are_the_models_own_whatever_is_drafted(seen: dict[str, Any]) -> None:
