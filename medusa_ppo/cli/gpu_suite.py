@@ -134,6 +134,15 @@ PARTS = (
         30,
     ),
     TestPart(
+        "v2",
+        "vLLM's V2 model runner: greedy tokens, honest sampling with each kind of drafts, swaps,"
+        " syncs, a feed, a memory, the choice of the number of drafts, steps scheduled ahead",
+        _under("vllm_plugin", "v2_on_a_gpu"),
+        f"{ONE} and {LONG}",
+        1,
+        12,
+    ),
+    TestPart(
         "two",
         "tensor parallelism, two engines, and companion workers with a GPU each (NCCL)",
         (
