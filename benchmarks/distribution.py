@@ -465,8 +465,7 @@ def _hold_back(holder: Any, method: str, kept: Callable[[], torch.Tensor]) -> No
 def started(setting: Setting, stage: Stage, runner: str | None, ahead: bool) -> Iterator[Any]:
     from medusa_ppo.engines.colocated import ColocatedEngine
 
-    scheduling = {"async_scheduling": ahead and "stop_below" not in setting.drafting}
-
+    scheduling = {"async_scheduling": ahead}
     config = EngineConfig(
         dtype="float32",
         max_num_seqs=setting.sequences,
@@ -519,8 +518,9 @@ def measure(setting: Setting, stage: Stage, options: argparse.Namespace) -> dict
     """The figures of one setting: correct, and with a q that is one step old."""
     began = time.perf_counter()
     figures: dict[str, Any] = {"setting": setting.name, "runner": options.runner or "v1"}
-    figures["ahead"] = options.ahead
-    with started(setting, stage, options.runner, options.ahead) as engine:
+    # Where runs of drafts end early, steps can't be scheduled ahead.
+    figures["ahead"] = ahead = options.ahead and "stop_below" not in setting.drafting
+    with started(setting, stage, options.runner, ahead) as engine:
         # Requests without a seed draw from torch's own generator.
         torch.manual_seed(SEED)
         sampler = SteppedEngine(engine, setting, stage, SEED, options)

@@ -260,16 +260,11 @@ class Engine:
             raise SystemExit(f"An engine ended with {self.process.wait()}; see above.")
         return json.loads(line)
 
-    def ask(self, sequences: int, drafts: int | str | None, seed: int) -> dict[str, Any]:
+    def ask(
+        self, sequences: int, drafts: int | str | None, seed: int, **more: str
+    ) -> dict[str, Any]:
         assert self.process.stdin is not None
-        asked = {"sequences": sequences, "drafts": drafts, "seed": seed}
-        self.process.stdin.write(json.dumps(asked) + "\n")
-        self.process.stdin.flush()
-        return self.read()
-
-    def trace(self, sequences: int, drafts: int | str | None, path: Path) -> dict[str, Any]:
-        assert self.process.stdin is not None
-        asked = {"sequences": sequences, "drafts": drafts, "seed": 0, "trace": str(path)}
+        asked = {"sequences": sequences, "drafts": drafts, "seed": seed, **more}
         self.process.stdin.write(json.dumps(asked) + "\n")
         self.process.stdin.flush()
         return self.read()
@@ -323,7 +318,7 @@ def trace(options: argparse.Namespace) -> None:
                 for seed in range(3):
                     untraced = engine.ask(sequences, drafts, seed)
                 path = options.trace / f"{arm}-{sequences}.json.gz"
-                found = engine.trace(sequences, drafts, path)
+                found = engine.ask(sequences, drafts, 0, trace=str(path))
                 sys.stdout.write(
                     f"{arm}, {sequences} sequences, K={drafts}: {untraced['step_ms']:.3f} ms a step"
                     f" ({found['step_ms']:.3f} traced), {found['device_ms']:.3f} ms of kernels\n"

@@ -43,6 +43,11 @@ class VerifiedRows(NamedTuple):
     ids_T: torch.Tensor
 
     @property
+    def widened(self) -> VerifiedRows:
+        """With slots and places in int64, where an engine has them in fewer bits."""
+        return self._replace(slots_T=self.slots_T.long(), places_T=self.places_T.long())
+
+    @property
     def firsts_T(self) -> torch.Tensor:
         """The first row of each row's request."""
         return torch.arange(len(self.places_T), device=self.places_T.device) - self.places_T

@@ -33,6 +33,7 @@ from medusa_ppo.engines.calibration import (
 from medusa_ppo.engines.kept_tables import keep_table
 from medusa_ppo.engines.launch import ENVIRONMENT, LaunchPlan, kernels_environment, plan_launch
 from medusa_ppo.engines.pieces import UNFINISHED, Ended, Finished, Partly, request_seed, tell
+from medusa_ppo.vllm_plugin.speculation import is_asynchronous
 from medusa_ppo.vllm_plugin.worker_calls import Drafting, first_of, raise_reported
 
 if TYPE_CHECKING:
@@ -376,9 +377,7 @@ class _Bench(StepBench):
     def __init__(self, engine: ColocatedEngine, llm: LLM) -> None:
         self._engine = engine
         self._llm_engine = llm.llm_engine
-        self.ahead = (
-            STEPS_AHEAD if llm.llm_engine.vllm_config.scheduler_config.async_scheduling else 0
-        )
+        self.ahead = STEPS_AHEAD if is_asynchronous(llm.llm_engine.vllm_config) else 0
         self._random = random.Random(0)
         self._begun = 0
         self._live: list[str] = []

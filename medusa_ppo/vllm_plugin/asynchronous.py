@@ -15,6 +15,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import vllm.v1.worker.gpu.model_runner as v2_runner
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -27,10 +28,6 @@ DRAFTS = "medusa_drafts"
 """Attribute of a step's output and of the scheduler: the number of drafts that the speculator wants
 for later steps.
 """
-
-
-def is_asynchronous(vllm_config: Any) -> bool:
-    return bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
 
 
 def with_steps_scheduled_ahead(original: Callable[..., None]) -> Callable[..., None]:
@@ -116,4 +113,5 @@ PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (VllmConfig, "__post_init__", with_steps_scheduled_ahead),
     (AsyncScheduler, "_update_after_schedule", with_number_of_drafts_as_asked),
     (Scheduler, "update_from_output", with_number_of_drafts_read),
+    (v2_runner.GPUModelRunner, "sample_tokens", with_number_of_drafts_told),
 )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from medusa_ppo.runtime.hardware import processor_name
+from medusa_ppo.vllm_plugin.speculation import is_asynchronous
 from medusa_ppo.vllm_plugin.vllm_versions import vllm_version
 
 SIZES = (
@@ -38,7 +39,7 @@ def cost_key(proposer: Any) -> dict[str, Any]:
         "vllm": vllm_version(),
         "torch": str(torch.__version__),
         "runner": proposer.runner,
-        "asynchronous": bool(getattr(config.scheduler_config, "async_scheduling", False)),
+        "asynchronous": is_asynchronous(config),
         "model": {
             name: value for name in SIZES if (value := getattr(text, name, None)) is not None
         },

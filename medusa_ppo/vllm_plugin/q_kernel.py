@@ -1,8 +1,8 @@
 """Everything that V2's verification reads of our drafts, written by one kernel: on a GPU the forty
 small operations of its reference take the host longer to launch than the GPU to compute.
 
-Imported only if V2 is used. Shape letters as in `drafting.q_rows`; S slots, R
-rows of kept drafts, X = W - 1 kept sums.
+Imported only if V2 is used. Shape letters as in `drafting.q_rows`; S slots, R rows of kept drafts,
+X = W - 1 kept sums.
 """
 
 from __future__ import annotations
@@ -105,39 +105,27 @@ def _write_by_row(
 
 def by_row(
     slots: DraftSlots,
-    slots_T: torch.Tensor,
-    places_T: torch.Tensor,
-    positions_T: torch.Tensor,
-    ids_T: torch.Tensor,
+    rows: VerifiedRows,
     requests_S: torch.Tensor,
     temperature_S: torch.Tensor,
     seed_S: torch.Tensor,
     vocab_size: int,
 ) -> ByRow:
-    """The arguments are those of `table_of` and `VerifiedRows`, in vLLM's own integer types.
+    """The arguments are those of `table_of`.
 
     Args:
+        rows: in vLLM's own integer types.
         seed_S: seed of the request in each slot.
     """
     if not HAS_TRITON:
-        return by_row_plainly(
-            slots,
-            slots_T,
-            places_T,
-            positions_T,
-            ids_T,
-            requests_S,
-            temperature_S,
-            seed_S,
-            vocab_size,
-        )
-    count, drafts = len(slots_T), slots.drafts
+        return by_row_plainly(slots, rows, requests_S, temperature_S, seed_S, vocab_size)
+    count, drafts = len(rows.slots_T), slots.drafts
     columns_V = slots.columns_V(vocab_size)
     # The last rows of the view reach beyond the last request's own.
-    rows_NV = torch.empty(count + drafts - 1, vocab_size, device=slots_T.device)
+    rows_NV = torch.empty(count + drafts - 1, vocab_size, device=rows.slots_T.device)
     found = ByRow(
         rows_NV.as_strided((count, drafts, vocab_size), (vocab_size, vocab_size, 1)),
-        torch.empty_like(slots_T),
+        torch.empty_like(rows.slots_T),
         temperature_S.new_empty(count),
         seed_S.new_empty(count),
     )
@@ -145,10 +133,7 @@ def by_row(
     _write_by_row[count, triton.cdiv(vocab_size, BLOCK)](
         rows_NV,
         *found[1:],
-        slots_T,
-        places_T,
-        positions_T,
-        ids_T,
+        *rows,
         requests_S,
         temperature_S,
         seed_S,
@@ -174,20 +159,17 @@ def by_row(
 
 def by_row_plainly(
     slots: DraftSlots,
-    slots_T: torch.Tensor,
-    places_T: torch.Tensor,
-    positions_T: torch.Tensor,
-    ids_T: torch.Tensor,
+    rows: VerifiedRows,
     requests_S: torch.Tensor,
     temperature_S: torch.Tensor,
     seed_S: torch.Tensor,
     vocab_size: int,
 ) -> ByRow:
     """The reference of `by_row`."""
-    rows = VerifiedRows(slots_T.long(), places_T.long(), positions_T, ids_T)
+    wide = rows.widened
     return ByRow(
-        table_of(slots, rows, requests_S, temperature_S, vocab_size),
-        rows.firsts_T.to(slots_T.dtype),
-        temperature_S[rows.slots_T],
-        seed_S[rows.slots_T],
+        table_of(slots, wide, requests_S, temperature_S, vocab_size),
+        wide.firsts_T.to(rows.slots_T.dtype),
+        temperature_S[wide.slots_T],
+        seed_S[wide.slots_T],
     )

@@ -60,6 +60,11 @@ def heads_folder(vllm_config: Any) -> str:
     return str((vllm_config.additional_config or {}).get(HEADS, "")) if ours else ""
 
 
+def is_asynchronous(vllm_config: Any) -> bool:
+    """Whether an engine schedules its next step before the last one has ended."""
+    return bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
+
+
 def feeds_itself() -> bool:
     """Whether an engine of this process looks for newer heads by itself."""
     return bool(os.environ.get(FEED))

@@ -47,6 +47,7 @@ from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
 from medusa_ppo.vllm_plugin.running_requests import Admitted, RunningRequests
 from medusa_ppo.vllm_plugin.speculation import (
     heads_folder,
+    is_asynchronous,
     refuse_lossy_rule,
     refuse_what_heads_lack,
     rule_of,
@@ -209,7 +210,7 @@ class HeldHeads(MedusaProposer):
     def verifying(self, logits_TV: torch.Tensor, rows: VerifiedRows) -> None:
         """Called when drafts are about to be verified against these logits."""
         if self.memory is not None:
-            self.running.score(logits_TV, rows)
+            self.running.score(logits_TV, rows.widened)
 
     def look_back(
         self,
@@ -321,7 +322,7 @@ class HeldHeads(MedusaProposer):
         return super().calibrate(drafts)
 
     def configure(self, settings: Drafting) -> Drafting:
-        if settings.get("stop_below") and asynchronous.is_asynchronous(self.vllm_config):
+        if settings.get("stop_below") and is_asynchronous(self.vllm_config):
             raise ConfigError(
                 "This engine schedules each step before it knows where runs of drafts end.",
                 given=f"stop_below={settings['stop_below']}",
@@ -355,7 +356,7 @@ class MedusaSpeculator(DraftModelSpeculator):
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any = None) -> None:
         super().__init__(vllm_config, device)
         self.drafter = HeldHeads(vllm_config, device)
-        self.ahead = asynchronous.is_asynchronous(vllm_config)
+        self.ahead = is_asynchronous(vllm_config)
         self.states: Any = None
         self.count = 0
         self.lengths_B: torch.Tensor | None = None
@@ -594,41 +595,25 @@ class DraftsToVerify:
         self.rows_at_once = table_rows_at_once(vocab_size)
 
     def by_row(
-        self,
-        slots_T: torch.Tensor,
-        places_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        ids_T: torch.Tensor,
-        temperature_S: torch.Tensor,
-        seed_S: torch.Tensor,
+        self, rows: VerifiedRows, temperature_S: torch.Tensor, seed_S: torch.Tensor
     ) -> q_kernel.ByRow | None:
         """What is looked up by row; None: all drafts are one-hot."""
         slots = self._drafter.slots
         if slots is None:
             return None
-        rows_T = slots_T, places_T, positions_T, ids_T
         tables_S = self._requests_S, temperature_S, seed_S
-        return q_kernel.by_row(slots, *rows_T, *tables_S, self._vocab_size)
+        return q_kernel.by_row(slots, rows, *tables_S, self._vocab_size)
 
-    def verifying(
-        self,
-        logits_TV: torch.Tensor,
-        slots_T: torch.Tensor,
-        places_T: torch.Tensor,
-        positions_T: torch.Tensor,
-        ids_T: torch.Tensor,
-    ) -> None:
-        if self._drafter.memory is not None:
-            rows = VerifiedRows(slots_T.long(), places_T.long(), positions_T, ids_T)
-            self._drafter.verifying(logits_TV, rows)
+    def verifying(self, logits_TV: torch.Tensor, rows: VerifiedRows) -> None:
+        self._drafter.verifying(logits_TV, rows)
 
     def rehearse(self, rows: int) -> None:
         """Make a table as large as that of a step with this many rows."""
         nothing_T = self._requests_S.new_zeros(min(rows, self.rows_at_once))
         temperature_S = torch.ones_like(self._requests_S, dtype=torch.float32)
         # In vLLM's own types, for which the kernel is compiled now.
-        rows_T = nothing_T.int(), nothing_T.int(), nothing_T, nothing_T.int()
-        self.by_row(*rows_T, temperature_S, self._requests_S)
+        few_T = nothing_T.int()
+        self.by_row(VerifiedRows(few_T, few_T, nothing_T, few_T), temperature_S, self._requests_S)
 
 
 # ---- what is replaced in vLLM
@@ -726,9 +711,9 @@ def with_q_as_it_is_read(original: Callable[..., Any]) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         if isinstance(draft_logits, DraftsToVerify):
-            rows_T = expanded_idx_mapping, expanded_local_pos, pos, draft_sampled
-            draft_logits.verifying(target_logits, *rows_T)
-            found = draft_logits.by_row(*rows_T, temperature, seed)
+            rows = VerifiedRows(expanded_idx_mapping, expanded_local_pos, pos, draft_sampled)
+            draft_logits.verifying(target_logits, rows)
+            found = draft_logits.by_row(rows, temperature, seed)
             draft_logits = None
             if found is not None:
                 if kwargs.get("watermarking") is not None:
@@ -836,18 +821,7 @@ PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (v2_runner.GPUModelRunner, "take_draft_token_ids", with_as_many_drafts),
     (v2_sampler, "rejection_sample", with_q_as_it_is_read),
     (v2_sampler.RejectionSampler, "_verify_in_chunks", in_parts_of_our_size),
-    *(
-        [
-            *asynchronous.PLACES,
-            (
-                v2_runner.GPUModelRunner,
-                "sample_tokens",
-                asynchronous.with_number_of_drafts_told,
-            ),
-        ]
-        if schedules_ahead(vllm_version())
-        else []
-    ),
+    *(asynchronous.PLACES if schedules_ahead(vllm_version()) else ()),
     *(
         [(cudagraph_utils.CudaGraphManager, "_init_candidates", with_graphs_for_each_number)]
         if has_graphs(vllm_version())

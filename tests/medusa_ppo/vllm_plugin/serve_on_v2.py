@@ -36,6 +36,7 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.drafting.core import Drafted, DraftingCore
 from medusa_ppo.drafting.memory import prompt_key
+from medusa_ppo.drafting.q_rows import VerifiedRows
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.probe import HIDDEN, VOCAB, Uniformity, add_rollouts, tiny_model
 from medusa_ppo.feeds.feed_manifest import FeedActor, Release
@@ -120,7 +121,8 @@ def held_against_a_whole_table(engine: ColocatedEngine) -> Iterator[dict[str, An
     ) -> Any:
         result = ours(logits_TV, kept, ids_T, firsts, pos_T, *rest, **more)
         slots_B, slots_T, places_T, temperature_S, seed_S = rest[:5]
-        read = slots_T, places_T, pos_T, ids_T, kept._requests_S, temperature_S, seed_S
+        rows = VerifiedRows(slots_T, places_T, pos_T, ids_T)
+        read = rows, kept._requests_S, temperature_S, seed_S
         by_row, plainly = (
             make(kept._drafter.slots, *read, kept._vocab_size)
             for make in (q_kernel.by_row, q_kernel.by_row_plainly)
@@ -279,9 +281,9 @@ def in_parts(speculator: Any, generate: Any) -> int:
     sizes = []
     by_row = q_kernel.by_row
 
-    def seen(slots: Any, slots_T: Any, *rest: Any) -> Any:
-        sizes.append(len(slots_T))
-        return by_row(slots, slots_T, *rest)
+    def seen(slots: Any, rows: VerifiedRows, *rest: Any) -> Any:
+        sizes.append(len(rows.slots_T))
+        return by_row(slots, rows, *rest)
 
     with mock.patch.object(q_kernel, "by_row", seen):
         generate()

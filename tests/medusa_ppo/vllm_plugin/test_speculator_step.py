@@ -18,6 +18,7 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner")
 from medusa_ppo.drafting import q_rows, sending
 from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.drafting.core import DraftingCore
+from medusa_ppo.drafting.q_rows import VerifiedRows
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.vllm_plugin import rank_agreement
@@ -113,14 +114,14 @@ class Step:
         places_T = torch.arange(K + 1).repeat(2)
         # The token that was sampled last stands one after the last step's.
         first_2 = self.batch.positions[self.batch.query_start_loc[1:3] - 1] + 1
-        found = self.speculator.draft_logits.by_row(
+        rows = VerifiedRows(
             self.batch.idx_mapping[:2].repeat_interleave(K + 1),
             places_T,
             first_2.repeat_interleave(K + 1) + places_T,
             torch.cat([torch.zeros(2, 1, dtype=torch.int64), ids_BK[:2]], dim=1).flatten(),
-            self.temperature_S,
-            torch.arange(SLOTS),
         )
+        seeds_S = torch.arange(SLOTS)
+        found = self.speculator.draft_logits.by_row(rows, self.temperature_S, seeds_S)
         return found.table_TKV[[0, K + 1]].clone()
 
 
