@@ -45,6 +45,7 @@ SETTINGS = (
     "sampling.max_new_tokens=48",
     "engine.max_num_seqs=48",
     "engine.threads=1",
+    "engine.num_drafts=4",
     "companion.wait=true",
     f"ppo.reward={REWARD}",
     "ppo.actor_learning_rate=2.0e-4",
@@ -56,7 +57,7 @@ SETTINGS = (
     "ppo.checkpoint_every=20",
 )
 """Overrides of configs/gsm8k.yaml. The loop waits for the companion, so that a seed gives the same
-numbers however busy the machine is.
+numbers however busy the machine is, and the engine drafts in every step.
 """
 PROMPTS = 64
 PROMPTS_A_STEP = 16

@@ -31,8 +31,8 @@ def train_while_rising(
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[TrainReport, float]:
-    """Train on a batch until acceptance on its held-out part stops rising or the time is up; the
-    heads then are those of the best look.
+    """Train on a batch until acceptance on its held-out part stops rising or there is no time for
+    another look; the heads then are those of the best look.
 
     Args:
         extra_tokens: what an engine step accepts beyond the first token, on the held-out part.
@@ -43,7 +43,9 @@ def train_while_rising(
     Returns:
         What all passes did, and how many they were.
     """
-    ends = clock() + seconds
+    began = clock()
+    ends = began + seconds
+    longest = 0.0
     rows = training.hidden_MD.shape[0]
     passes = max(1, math.ceil(LOOK_STEPS * positions / max(1, rows)))
     total = TrainReport()
@@ -67,7 +69,10 @@ def train_while_rising(
         if extra > best or not best_state:
             best = extra
             best_state = {name: tensor.clone() for name, tensor in judged_state().items()}
-        if _time_is_up(trainer, clock() >= ends):
+        now = clock()
+        # A look that ends too late is waited for, or its heads come too late.
+        longest, began = max(longest, now - began), now
+        if _time_is_up(trainer, now + longest > ends):
             break
     if best_state and without_rise:
         trainer.reset_to(best_state)

@@ -71,6 +71,13 @@ def test_nothing_is_put_back_while_it_rises_and_the_time_is_up() -> None:
     assert trainer.looks == 4 and trainer.kept is None
 
 
+def test_a_look_that_would_end_too_late_is_not_begun() -> None:
+    """The loop waits for it: on a busy machine such a look made the warm-up's heads come late."""
+    trainer = CountingTrainer()
+    run(trainer, [0.1, 0.2, 0.3, 0.4, 0.5, 0.6], seconds=4.5)
+    assert trainer.looks == 4
+
+
 def test_the_time_of_all_is_up_when_that_of_one_worker_is() -> None:
     class OtherIsLate:
         def most(self, count: int) -> int:
