@@ -33,10 +33,11 @@ from medusa_ppo.companion.wire import (
     HANG_S,
     Answer,
     ServiceArguments,
+    TableRows,
+    WantedRows,
     batch_token_ids,
     pack,
     pack_tables,
-    table_rows,
     unpack,
 )
 from medusa_ppo.companion.without_gpu import gpus_left
@@ -115,6 +116,8 @@ class CompanionClient:
         self._ahead = heads.num_heads
         # Heads with their own lm_head read the actor's only if the loss needs its distribution.
         self._reads_lm_head = heads.lm_head == "shared" or config.loss.startswith("kl")
+        self._reads_embedding = embedding_VD is not None
+        self._vocab_size = lm_head_VD.shape[0]
         self._row_bytes = heads.hidden_size * lm_head_VD.element_size() + ROW_BYTES
         self._step_s = 0.0
         self._last_came = time.monotonic()
@@ -217,9 +220,27 @@ class CompanionClient:
         """Ask the companion to pause or to continue, if it shares cores or a device with it."""
         self._pace.hold(wanted and self.shared)
 
-    def submit(self, batch: RolloutBatch) -> None:
+    def wanted_rows(self) -> WantedRows | None:
+        """The rows of the actor's tables that the next batch needs; None: the heads read neither
+        table.
+        """
+        if not (self._reads_lm_head or self._reads_embedding):
+            return None
+        draft_ids = self._draft_ids if self._reads_lm_head else torch.zeros(0, dtype=torch.int64)
+        if draft_ids is not None:
+            # Of all new tokens, a batch can turn only its own into draft tokens. The last ones are
+            # for the feed's manifest, which identifies the actor of the heads.
+            recent = (ids for _, ids in self._recent)
+            sketched = torch.tensor(sketch_rows(self._vocab_size))
+            draft_ids = torch.cat([draft_ids, *recent, sketched])
+        return WantedRows(draft_ids, self._reads_embedding)
+
+    def submit(self, batch: RolloutBatch, rows: TableRows | None = None) -> None:
         """Submit a batch; returns at once. The states are copied only once, into Ray's shared
         memory.
+
+        `rows`: those of its actor's tables that `wanted_rows` named, if the actor is in another
+        process; None: they are taken from the last `update_lm_head`.
 
         Batches in transit and those that the companion holds share one byte budget. The companion
         drops its oldest batches for new ones; if it accepts nothing for long, it gets no more.
@@ -228,8 +249,8 @@ class CompanionClient:
             self._reap()
             sample = self._sample(batch.response_ids_M.numel()) if batch.weights_M is None else None
             if sample is not None:  # Collected elsewhere, without a sample.
-                batch, rows = sample.of(batch), batch.response_ids_M.numel()
-                self._left_out += rows - batch.hidden_MD.shape[0]
+                batch, tokens = sample.of(batch), batch.response_ids_M.numel()
+                self._left_out += tokens - batch.hidden_MD.shape[0]
             self._step_s = time.monotonic() - self._last_came
             self._last_came = time.monotonic()
             if (
@@ -239,20 +260,23 @@ class CompanionClient:
                 self._sent += 1
                 with self._guard("could not take a batch"):
                     self._flying.append(
-                        (self._call("submit", INTAKE, *self._handed(batch)), batch.nbytes)
+                        (self._call("submit", INTAKE, *self._handed(batch, rows)), batch.nbytes)
                     )
                     return
         self._rows = None
         self._lost += 1
 
-    def _handed(self, batch: RolloutBatch) -> tuple[Any, ...]:
+    def _handed(self, batch: RolloutBatch, sent: TableRows | None) -> tuple[Any, ...]:
         """A batch and the rows of the tables that it needs, in the form that the companion takes:
         by value for one worker, by reference for several.
         """
         ids = batch_token_ids(batch.response_ids_M, batch.before_ids_X)
         rows, self._rows = self._rows, None
         tables = None if self._config.workers == 1 else self._first_tables
-        if self._live is not None:
+        if sent is not None:
+            tables = ray.put(pack(sent))
+            self.table_bytes += sent.nbytes
+        elif self._live is not None:
             if rows is None or rows[0] != batch.policy_version:
                 rows = batch.policy_version, *self._put_rows(ids)
             _, tables, nbytes = rows
@@ -268,16 +292,9 @@ class CompanionClient:
     def _put_rows(self, ids: torch.Tensor) -> tuple[ray.ObjectRef, int]:
         """Rows of the tables for a batch with these tokens, packed, and their bytes."""
         assert self._live is not None, "the tables have changed"
-        draft_ids = self._draft_ids if self._reads_lm_head else torch.zeros(0, dtype=torch.int64)
-        if draft_ids is not None:
-            # Of all new tokens, a batch can turn only its own into draft tokens.
-            draft_ids = torch.cat([draft_ids, *(recent for _, recent in self._recent)])
-        lm_head_VD, embedding_VD = self._live
-        if draft_ids is not None:
-            # For the feed's manifest, which identifies the actor of the heads.
-            sketched = torch.tensor(sketch_rows(lm_head_VD.shape[0]))
-            draft_ids = torch.cat([draft_ids, sketched])
-        rows = table_rows(lm_head_VD, embedding_VD, ids, draft_ids, copied=False)
+        wanted = self.wanted_rows()
+        assert wanted is not None, "update_lm_head ignores tables that are not read"
+        rows = wanted.of(*self._live, ids, copied=False)
         return ray.put(pack(rows)), rows.nbytes
 
     def update_lm_head(

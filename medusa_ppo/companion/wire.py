@@ -161,6 +161,32 @@ def table_rows(
     return TableRows(lm_head_RD, lm_head_ids_R, embedding_ED, embedding_ids_E, one_table)
 
 
+@dataclass(frozen=True)
+class WantedRows:
+    """Which rows of an actor's tables the companion needs with the next batch of that actor, beside
+    those of the batch's own tokens.
+
+    Attributes:
+        draft_ids: int64, the tokens that drafts may come from; None: any, so all of lm_head.
+        embedding: whether the heads read the embedding.
+    """
+
+    draft_ids: torch.Tensor | None
+    embedding: bool
+
+    def of(
+        self,
+        lm_head_VD: torch.Tensor,
+        embedding_VD: torch.Tensor | None,
+        batch_ids: torch.Tensor,
+        *,
+        copied: bool = True,
+    ) -> TableRows:
+        """These rows, and those of a batch with these tokens. Arguments as in `table_rows`."""
+        read = embedding_VD if self.embedding else None
+        return table_rows(lm_head_VD, read, batch_ids, self.draft_ids, copied=copied)
+
+
 def joined_rows(parts: Sequence[TableRows]) -> TableRows:
     """Join rows that several processes sent. All must be of one actor, at one time."""
 

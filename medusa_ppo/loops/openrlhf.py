@@ -9,9 +9,8 @@ package):
                      arguments to the engine's
     log-prob pass    `PolicyModelActor.forward`, overridden: rank 0 taps its share of the rows
     rollouts         `RemoteExperienceMaker.make_experience_batch`, wrapped: what was tapped goes to
-                     the companion
-    weight sync      `BasePPOTrainer.broadcast_to_vllm`, overridden: lm_head to the companion, newer
-                     heads into the engines
+                     the companion, with the rows of lm_head and embedding that it needs
+    weight sync      `BasePPOTrainer.broadcast_to_vllm`, overridden: newer heads into the engines
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ from typing import Any
 import ray
 import torch
 
+from medusa_ppo.actors.hf import HFActor
+from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.config.run_config import RunConfig, load_config
-from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Sampling
 from medusa_ppo.loops.attachment import as_config
 from medusa_ppo.loops.loop_versions import require_loop
@@ -38,6 +38,7 @@ from medusa_ppo.loops.remote import (
     RemoteAttachment,
     SentFile,
     Tables,
+    Taken,
     WorkerTables,
     arrived,
     call_all,
@@ -145,15 +146,20 @@ def policy_actor() -> Any:
             if self.strategy.get_rank() == 0:
                 self._own_tap().expect(-(-tokens // torch.distributed.get_world_size()))
 
-        def medusa_take(self, policy_version: int) -> RolloutBatch | None:
-            return self._medusa_tap.take(policy_version) if self._medusa_tap is not None else None
+        def medusa_take(self, policy_version: int, wanted: WantedRows | None) -> Taken | None:
+            tap = self._medusa_tap
+            batch = tap.take(policy_version) if tap is not None else None
+            return self._own_tables().taken(batch, wanted)
 
         def medusa_tables(self) -> Tables | None:
+            return self._own_tables().whole()
+
+        def _own_tables(self) -> WorkerTables:
             if self._medusa_tables is None:
                 self._medusa_tables = WorkerTables(
-                    self.actor.model, reports=self.strategy.get_rank() == 0
+                    HFActor(self.actor.model, reports=self.strategy.get_rank() == 0)
                 )
-            return self._medusa_tables.changed()
+            return self._medusa_tables
 
     return ray.remote(num_gpus=1)(MedusaPolicyActor)
 
@@ -177,12 +183,11 @@ def trainer_actor() -> Any:
                 ray.get(self.actor_model_group.async_run_method("medusa_expect", tokens))
                 experiences = make(rollout_samples)
                 taken = ray.get(
-                    self.actor_model_group.async_run_method("medusa_take", self._medusa_version)
+                    self.actor_model_group.async_run_method(
+                        "medusa_take", self._medusa_version, self.medusa.wanted_rows()
+                    )
                 )
-                self.medusa.scored(
-                    next((batch for batch in taken if batch is not None), None),
-                    self._medusa_sampling(),
-                )
+                self.medusa.scored(taken, self._medusa_sampling())
                 return experiences
 
             # Replaced on the object: OpenRLHF's constructor creates it, and offers no way to use a
@@ -200,10 +205,12 @@ def trainer_actor() -> Any:
                     lambda: sum_counters(engines),
                 )
             self.medusa.start()
+            tables: list[Tables | None] = []
             try:
                 super().fit(global_step)
+                tables = ray.get(self.actor_model_group.async_run_method("medusa_tables"))
             finally:
-                self.medusa.end()
+                self.medusa.end(tables)
 
         def train_step(self, rollout_samples: Any, global_step: int) -> Any:
             status, step = super().train_step(rollout_samples, global_step)
@@ -213,9 +220,7 @@ def trainer_actor() -> Any:
             # With sleep mode the engines' weights are awake now, and level 1 has kept the heads.
             super().broadcast_to_vllm()
             self._medusa_version += 1
-            gathered = ray.get(self.actor_model_group.async_run_method("medusa_tables"))
-            tables = next((found for found in gathered if found is not None), None)
-            self.medusa.tables_changed(tables, self._medusa_version)
+            self.medusa.updated(self._medusa_version)
             self.medusa.synced(lost_heads=False)
 
         def _medusa_sampling(self) -> Sampling:

@@ -8,28 +8,26 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import ray
 import torch
 from safetensors import safe_open
-from torch import nn
 
 from heads.checkpoint import save_heads, save_state
 from heads.errors import ConfigError
 from medusa_ppo.actors.hf import (
-    HFActor,
     embedding_weight,
     lm_head_weight,
     load_actor,
     table_files,
     table_names,
 )
-from medusa_ppo.companion.wire import copied_tables
+from medusa_ppo.companion.wire import TableRows, WantedRows, batch_token_ids, copied_tables
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
@@ -109,9 +107,19 @@ def sum_counters(engines: list[Any]) -> Counters:
 Tables = tuple[torch.Tensor, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Taken:
+    """What a worker hands to the driver after the log-prob pass: the tapped batch, and those rows
+    of its actor's tables that the companion wants (None: none).
+    """
+
+    batch: RolloutBatch
+    rows: TableRows | None
+
+
 class RemoteAttachment(Attachment):
-    """An `Attachment` whose actor and engines are in other processes: only tables, packed batches,
-    named calls and heads pass between them.
+    """An `Attachment` whose actor and engines are in other processes: only batches with the rows of
+    the tables that they need, named calls and heads pass between them.
     """
 
     def __init__(
@@ -181,8 +189,12 @@ class RemoteAttachment(Attachment):
         # What engines have generated so far (warm-up, validation) is no rollout of this training.
         self._before = self.engine.counters()
 
-    def scored(self, batch: RolloutBatch | None, sampling: Sampling) -> None:
-        """Call this when a rollout batch was generated and scored; a worker tapped `batch`."""
+    def wanted_rows(self) -> WantedRows | None:
+        """What to give to the workers that `scored` gets its batch from."""
+        return self.plugin.wanted_rows()
+
+    def scored(self, taken: Sequence[Taken | None], sampling: Sampling) -> None:
+        """Call this when a rollout batch was generated and scored, with what each worker took."""
         engine = self.engine
         if engine is None:
             return
@@ -202,15 +214,15 @@ class RemoteAttachment(Attachment):
         self._before = now
         self._rollouts = rollouts
         self.plugin.rollout_ready(rollouts)
-        if batch is None:
+        found = next((part for part in taken if part is not None), None)
+        if found is None:
             logger.warning("No worker tapped the last rollouts; the companion gets nothing.")
             return
-        self.plugin.batch_ready(batch)
+        self.plugin.batch_ready(found.batch, found.rows)
 
-    def tables_changed(self, tables: Tables | None, version: int) -> None:
-        """Call this when the actor was updated. `tables`: None if they have not changed."""
+    def updated(self, version: int) -> None:
         self._policy_version = version
-        self.plugin.tables_updated(tables, version)
+        self.plugin.tables_updated(None, version)
         self._write_step()
 
     def synced(self, *, lost_heads: bool) -> None:
@@ -220,21 +232,64 @@ class RemoteAttachment(Attachment):
         self.weights_synced(lost_heads=lost_heads)
         self.plugin.before_generation()
 
+    def end(self, tables: Sequence[Tables | None] = ()) -> None:
+        """As in Attachment.
 
-class WorkerTables:
-    """Sends the actor's two tables from the workers to the driver. Every rank has one, and calls it
-    when the others do.
+        Args:
+            tables: the actor's at the end, of the worker that has them: stock vLLM needs its
+                lm_head beside the saved heads. Empty if the training has failed.
+        """
+        found = next((part for part in tables if part is not None), None)
+        if found is not None:
+            self.plugin.tables_updated(found, self._policy_version)
+        super().end()
+
+
+class GatheredActor(Protocol):
+    """An actor whose tables `refresh` gathers from all ranks (`HFActor`, `MegatronActor`), whole on
+    the rank that reports.
     """
 
-    def __init__(self, model: nn.Module, *, reports: bool) -> None:
-        """`reports`: whether this rank is the one that gives them to the driver."""
-        self._actor = HFActor(model, reports=reports)
+    reports: bool
 
-    def changed(self) -> Tables | None:
-        """The tables, on the rank that reports, if they may have changed since the last call."""
-        # On every rank, because sharded tables are gathered.
-        changed = self._actor.refresh()
-        if not (changed and self._actor.reports):
+    def refresh(self) -> object: ...
+
+    @property
+    def lm_head_VD(self) -> torch.Tensor: ...
+
+    @property
+    def embedding_VD(self) -> torch.Tensor: ...
+
+
+class WorkerTables:
+    """The actor's two tables in its own processes. Every rank has one, and calls it when the others
+    do, because sharded tables are gathered.
+
+    Only the rows that a batch needs leave the workers: at 152,000 tokens both tables of an 8B actor
+    have 2.5 GB.
+    """
+
+    def __init__(self, actor: GatheredActor) -> None:
+        self._actor = actor
+
+    def taken(self, batch: RolloutBatch | None, wanted: WantedRows | None) -> Taken | None:
+        """A tapped batch and the rows that go with it, which the actor must not have changed since
+        its pass; only on the rank that reports.
+        """
+        if wanted is not None:
+            self._actor.refresh()
+        if batch is None or not self._actor.reports:
+            return None
+        if wanted is None:
+            return Taken(batch, None)
+        ids = batch_token_ids(batch.response_ids_M, batch.before_ids_X)
+        actor = self._actor
+        return Taken(batch, wanted.of(actor.lm_head_VD, actor.embedding_VD, ids))
+
+    def whole(self) -> Tables | None:
+        """Both tables, copied; only on the rank that reports."""
+        self._actor.refresh()
+        if not self._actor.reports:
             return None
         return copied_tables(self._actor.lm_head_VD, self._actor.embedding_VD)
 

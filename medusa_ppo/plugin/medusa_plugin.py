@@ -40,6 +40,7 @@ from medusa_ppo.companion.budget import Budget, Decision, StepSeen
 from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.holdout import held_out
+from medusa_ppo.companion.wire import TableRows, WantedRows
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
@@ -449,12 +450,26 @@ class MedusaPlugin:
             if collector.complete and self._hands_over:
                 self._flush()
 
-    def batch_ready(self, batch: RolloutBatch) -> None:
-        """Call this instead of `actor_forward` if an actor in another process tapped its pass."""
+    def wanted_rows(self) -> WantedRows | None:
+        """The rows of the actor's tables that the companion needs with the next batch, for an actor
+        in another process; None: none.
+        """
+        return self._companion.wanted_rows() if self._companion is not None else None
+
+    def batch_ready(self, batch: RolloutBatch, rows: TableRows | None = None) -> None:
+        """Call this instead of `actor_forward` if an actor in another process tapped its pass.
+
+        Args:
+            batch: what was tapped.
+            rows: what `wanted_rows` named, of the actor that gave the batch's states; None: the
+                tables were given to `tables_updated`.
+        """
         with self._exposed():
             self._collector = None
+            if rows is not None:
+                self._tables = None  # Those of the start: the actor may have changed since.
             if self._companion is not None and self._wants_states:
-                self._submit(batch)
+                self._submit(batch, rows)
 
     def policy_updated(self, model: Actor | None, policy_version: int) -> None:
         """The actor has changed: its lm_head goes to the companion. A batch that was only partly
@@ -612,13 +627,13 @@ class MedusaPlugin:
             return  # The sample wants none of the few that were scored.
         self._submit(collector.batch())
 
-    def _submit(self, batch: RolloutBatch) -> None:
+    def _submit(self, batch: RolloutBatch, rows: TableRows | None = None) -> None:
         assert self._companion is not None
         self._send_tables(
             batch.policy_version
         )  # Tables that were not sent while nothing was trained.
         self._companion.submit(
-            dataclasses.replace(batch, passes=self._decision.passes) if self.budget else batch
+            dataclasses.replace(batch, passes=self._decision.passes) if self.budget else batch, rows
         )
 
     def _send_tables(self, policy_version: int) -> None:
@@ -696,7 +711,10 @@ def _why_none(status: CompanionStatus, published: bool) -> str:
     if status.restarts:
         return "the companion was ended during it, and restarted"
     if status.last_policy_version < 0:
-        return "the companion had trained on nothing when the time was up (heads.warm_up_s)"
+        return (
+            "the companion was still training when the time was up (heads.warm_up_s); its heads"
+            " are installed before the first step that finds them ready"
+        )
     return "the trained heads were not significantly better than the previous ones"
 
 

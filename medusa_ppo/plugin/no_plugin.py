@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from medusa_ppo.actors.hf import Actor
+from medusa_ppo.companion.wire import TableRows, WantedRows
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.plugin import warm_up as warming
@@ -58,7 +59,11 @@ class NoPlugin:
         """The pass is not tapped."""
         yield
 
-    def batch_ready(self, batch: RolloutBatch) -> None:
+    def wanted_rows(self) -> WantedRows | None:
+        """No rows are needed."""
+        return None
+
+    def batch_ready(self, batch: RolloutBatch, rows: TableRows | None = None) -> None:
         """The batch is not needed."""
 
     def policy_updated(self, model: Actor | None, policy_version: int) -> None:

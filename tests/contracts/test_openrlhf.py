@@ -20,6 +20,7 @@ pytest.importorskip(
 
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError
+from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.loops import openrlhf as ours
 from medusa_ppo.loops.loop_versions import CHECKED, require_loop
@@ -242,7 +243,12 @@ def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.Monkey
         actions[0, len(prompt) - 1 : length - 1] = 1
         worker.forward(sequences=sequences, action_mask=actions, attention_mask=attention)
 
-    batch = worker.medusa_take(4)
+    taken = worker.medusa_take(4, WantedRows(torch.tensor([0, 3]), embedding=True))
+    batch, sent = taken.batch, taken.rows
+    assert torch.equal(sent.lm_head_RD, model.lm_head.weight[sent.lm_head_ids_R])
+    assert len(sent.lm_head_RD) < len(model.lm_head.weight)
+    lm_head_VD, _ = worker.medusa_tables()
+    assert torch.equal(lm_head_VD, model.lm_head.weight)
     torch.testing.assert_close(batch.hidden_MD, states_MD, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(batch.logprobs_M, logprobs_M, rtol=1e-4, atol=1e-5)
     assert batch.prompts_S.tolist() == [0, 1, 0] and batch.policy_version == 4

@@ -95,7 +95,8 @@ def test_verls_own_pass_is_tapped(figures: list[dict[str, Any]], case: str) -> N
         found["outputs"] and found["lengths"] == [2, 3, 1, 4] and found["prompts"] == [0, 1, 0, 2]
     )
     assert found["hidden"] < 1e-4 and found["logprobs"] < 1e-4
-    assert found["lm_head"] == found["embedding"] == 0.0
+    assert found["lm_head"] == found["embedding"] == found["sent"] == 0.0
+    assert found["sent of"] < 1.0
 
 
 def test_other_replicas_do_not_notice(figures: list[dict[str, Any]]) -> None:

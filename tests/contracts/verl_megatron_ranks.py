@@ -27,6 +27,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.config import McoreEngineConfig
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
+from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.loops.verl.verl_trainer import MedusaActorRolloutRefWorker
 
 ROWS = [
@@ -141,7 +142,8 @@ def score(
         engine = engine_of(model.eval(), packed)
         worker = worker_of(engine)
         output = worker.compute_log_prob(batch(rows or ROWS, **settings))
-        taken = worker.medusa_take(3)
+        wanted = WantedRows(torch.tensor([0, 3]), embedding=True)
+        taken = worker.medusa_take(3, wanted)
         tables = worker.medusa_tables()
     found: dict[str, Any] = {
         "replica": engine.get_data_parallel_rank(),
@@ -152,11 +154,16 @@ def score(
     }
     if taken is not None and tables is not None:
         states_MD, logprobs_M = expected(source)
+        tapped, sent = taken.batch, taken.rows
+        assert sent is not None and sent.lm_head_ids_R is not None
+        lm_head_RD = source.lm_head.weight[sent.lm_head_ids_R]
         found |= {
-            "hidden": float((taken.hidden_MD - states_MD).abs().max()),
-            "logprobs": float((taken.logprobs_M - logprobs_M).abs().max()),
-            "lengths": taken.lengths_S.tolist(),
-            "prompts": taken.prompts_S.tolist(),
+            "hidden": float((tapped.hidden_MD - states_MD).abs().max()),
+            "logprobs": float((tapped.logprobs_M - logprobs_M).abs().max()),
+            "lengths": tapped.lengths_S.tolist(),
+            "prompts": tapped.prompts_S.tolist(),
+            "sent": float((sent.lm_head_RD - lm_head_RD).abs().max()),
+            "sent of": len(lm_head_RD) / cpu.V,
             "lm_head": float((tables[0] - source.lm_head.weight).abs().max()),
             "embedding": float((tables[1] - source.model.embed_tokens.weight).abs().max()),
         }

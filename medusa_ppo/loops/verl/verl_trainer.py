@@ -12,8 +12,9 @@ installed package):
                      gives no answers back
     log-prob pass    `ActorRolloutRefWorker.compute_log_prob`, overridden: the first data-parallel
                      replica taps its share of the rows
-    update           `_update_actor`, overridden: lm_head and embedding are gathered for the
-                     companion
+    rollouts         `_compute_old_log_prob`, overridden: what was tapped goes to the companion,
+                     with the rows of lm_head and embedding that it needs
+    update           `_update_actor`, overridden: the step's figures
     weight sync      `on_step_end`, overridden: verl's sleep throws the heads away, so they are fed
                      after every sync
 
@@ -44,7 +45,8 @@ from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from heads.errors import ConfigError
-from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.actors.hf import HFActor
+from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.loops.attachment import as_config
 from medusa_ppo.loops.loop_versions import require_loop
@@ -52,6 +54,7 @@ from medusa_ppo.loops.passes import PassTap, Row, RowTap
 from medusa_ppo.loops.remote import (
     RemoteAttachment,
     Tables,
+    Taken,
     WorkerTables,
     call_all,
     refuse,
@@ -92,24 +95,38 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
         return output
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def medusa_take(self, policy_version: int) -> RolloutBatch | None:
-        """What was tapped since the last call; only on the rank that reports."""
-        return self._medusa_tap.take(policy_version) if self._medusa_tap is not None else None
+    def medusa_take(self, policy_version: int, wanted: WantedRows | None) -> Taken | None:
+        """What was tapped since the last call, and the rows that go with it; only on the rank that
+        reports.
+        """
+        tap = self._medusa_tap
+        batch = tap.take(policy_version) if tap is not None else None
+        tables = self._own_tables()
+        if tables is None:
+            return None
+        with on_device(self.actor.engine):
+            return tables.taken(batch, wanted)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def medusa_tables(self) -> Tables | None:
-        """lm_head and embedding, gathered from all ranks if they changed; only on the rank that
-        reports.
-        """
+        """lm_head and embedding, whole; only on the rank that reports."""
+        tables = self._own_tables()
+        if tables is None:
+            return None
+        with on_device(self.actor.engine):
+            return tables.whole()
+
+    def _own_tables(self) -> WorkerTables | None:
+        """None: the tables are gathered without this rank."""
         if self.config.actor.strategy == MEGATRON:
             # Only the tapped replica has a tap; nothing is sent between replicas.
             tap: Any = self._medusa_tap
-            return tap.tables() if tap is not None else None
-        engine = self.actor.engine
+            return WorkerTables(tap.actor) if tap is not None else None
         if self._medusa_tables is None:
-            self._medusa_tables = WorkerTables(engine.module, reports=self.rank == 0)
-        with on_device(engine):
-            return self._medusa_tables.changed()
+            self._medusa_tables = WorkerTables(
+                HFActor(self.actor.engine.module, reports=self.rank == 0)
+            )
+        return self._medusa_tables
 
 
 @contextlib.contextmanager
@@ -142,6 +159,9 @@ class MegatronEngineTap(RowTap):
     of it. One replica is tapped; verl's other data-parallel replicas are not affected. Every rank
     of this replica has a tap, and calls all its methods when the others do, because rows and tables
     are gathered.
+
+    Attributes:
+        actor: the replica as seen from this rank.
     """
 
     def __init__(self, engine: Any, sampling: Sampling, max_bytes: int, ahead: int) -> None:
@@ -159,10 +179,10 @@ class MegatronEngineTap(RowTap):
 
         super().__init__(sampling, max_bytes, ahead)
         self._engine = engine
-        self._actor = MegatronActor(
+        self.actor = MegatronActor(
             engine.module, engine.model_config.hf_config.vocab_size, with_embedding=True
         )
-        layout = engine._get_context_parallel_layout(self._actor.model)
+        layout = engine._get_context_parallel_layout(self.actor.model)
         if layout != "zigzag" and engine.engine_config.context_parallel_size > 1:
             raise ConfigError(
                 "The states of this model's rows can't be put together.",
@@ -173,7 +193,7 @@ class MegatronEngineTap(RowTap):
                     " draft heads."
                 ),
             )
-        self.reports = self._actor.reports
+        self.reports = self.actor.reports
 
     @contextlib.contextmanager
     def _hooked(self) -> Iterator[None]:
@@ -183,10 +203,10 @@ class MegatronEngineTap(RowTap):
         def forward_step(
             batch_iter: Iterator[Any], model: nn.Module, *args: Any, **kwargs: Any
         ) -> Any:
-            if not any(part is self._actor.model for part in model.modules()):
+            if not any(part is self.actor.model for part in model.modules()):
                 return whole(batch_iter, model, *args, **kwargs)  # Another virtual pipeline stage.
             micro_batch = next(batch_iter)
-            with self._actor.tap() as tap:
+            with self.actor.tap() as tap:
                 answer = whole(iter((micro_batch,)), model, *args, **kwargs)
             if self.reports:
                 for ids_T, hidden_TD in zip(
@@ -201,12 +221,6 @@ class MegatronEngineTap(RowTap):
             yield
         finally:
             del engine.forward_step  # Restores the class's own method.
-
-    def tables(self) -> Tables | None:
-        """lm_head and embedding, on the rank that reports."""
-        with on_device(self._engine):
-            self._actor.refresh()
-        return (self._actor.lm_head_VD, self._actor.embedding_VD) if self.reports else None
 
 
 def sampling_of(rollout: Any) -> Sampling:
@@ -270,18 +284,18 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
         batch = super()._compute_old_log_prob(batch, metrics)
         if self.medusa is not None:
             sampling = sampling_of(self.config.actor_rollout_ref.rollout)
-            self.medusa.scored(
+            taken = self.actor_rollout_wg.medusa_take(
                 # verl counts steps from 1, and a step's rollouts come before its update.
-                _first(self.actor_rollout_wg.medusa_take(self.global_steps - 1)),
-                sampling,
+                self.global_steps - 1,
+                self.medusa.wanted_rows(),
             )
+            self.medusa.scored(list(_each(taken)), sampling)
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._update_actor(batch, metrics)
         if self.medusa is not None:
-            tables = _first(self.actor_rollout_wg.medusa_tables())
-            self.medusa.tables_changed(tables, self.global_steps)
+            self.medusa.updated(self.global_steps)
             metrics.update(self.medusa.figures())
         return batch
 
@@ -293,12 +307,15 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
             )
 
     def fit(self, agent_loop_manager: Any) -> None:
+        tables: list[Tables | None] = []
         try:
             super().fit(agent_loop_manager)
+            if self.medusa is not None:
+                tables = list(_each(self.actor_rollout_wg.medusa_tables()))
         finally:
             # verl returns from several places.
             if self.medusa is not None:
-                self.medusa.end()
+                self.medusa.end(tables)
 
 
 def unsupported(config: Any) -> dict[str, bool]:
@@ -400,15 +417,8 @@ def _load_replica() -> type[Any]:
     return MedusaReplica
 
 
-def _first(answers: Any) -> Any:
-    """A worker group returns a list (or, from rank 0 alone, the value itself)."""
-    for answer in _each(answers):
-        if answer is not None:
-            return answer
-    return None
-
-
 def _each(answers: Any) -> Iterator[Any]:
+    """A worker group returns a list (or, from rank 0 alone, the value itself)."""
     if isinstance(answers, list):
         yield from answers
     else:

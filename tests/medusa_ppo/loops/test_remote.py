@@ -15,12 +15,20 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from heads.checkpoint import checksum, load_heads, load_state
+from heads.checkpoint import (
+    LM_HEAD_KEY,
+    WEIGHTS_NAME,
+    checksum,
+    load_heads,
+    load_state,
+)
 from heads.errors import ConfigError
 from medusa_ppo.actors import hf
-from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.actors.hf import HFActor, load_actor
+from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Sampling
@@ -28,6 +36,8 @@ from medusa_ppo.loops import remote
 from medusa_ppo.loops.passes import PassTap
 from medusa_ppo.loops.remote import (
     RemoteAttachment,
+    Taken,
+    WorkerTables,
     arrived,
     call_all,
     read_tables,
@@ -63,6 +73,8 @@ class RemoteWorkers:
                 "checksum": self.heads,
                 "seconds": 0.0,
                 "rows": [],
+                "key": {},
+                "choices": [],
             }
         ]
 
@@ -80,6 +92,38 @@ def rows_of(actor: Any, count: int) -> list[tuple[list[int], list[int]]]:
         do_sample=True,
     )
     return [(row[:1].tolist(), row[1:].tolist()) for row in answers]
+
+
+def test_only_the_rows_that_a_batch_needs_leave_the_workers(chain_actor: Path):
+    """Both whole tables went to the driver after each update: 2.5 GB at the size of an 8B actor."""
+    actor = load_actor(chain_actor)
+    tap = PassTap(actor, Sampling(), 2**30, 2)
+    reports, other = (WorkerTables(HFActor(actor, reports=there)) for there in (True, False))
+    wanted = WantedRows(torch.tensor([3, 1]), embedding=True)
+    for factor in (1.0, 2.0):  # Before an update, and after one.
+        with torch.no_grad():
+            actor.lm_head.weight.mul_(factor)
+            with tap.watch([([5], [7, 9])]):
+                actor(input_ids=torch.tensor([[5, 7, 9]]))
+        tap.add_logprobs([torch.zeros(2)])
+        batch = tap.take(0)
+        assert batch is not None and other.taken(batch, wanted) is None
+        found = reports.taken(batch, wanted)
+        assert found is not None and found.batch is batch and found.rows is not None
+        rows = found.rows
+        assert rows.lm_head_ids_R is not None and rows.lm_head_ids_R.tolist() == [1, 3, 5, 7, 9]
+        assert torch.equal(rows.lm_head_RD, actor.lm_head.weight[rows.lm_head_ids_R])
+        embedding_VD = actor.get_input_embeddings().weight
+        if not rows.tied:
+            assert rows.embedding_ids_E is not None and rows.embedding_ED is not None
+            assert rows.embedding_ids_E.tolist() == [5, 7, 9]
+            assert torch.equal(rows.embedding_ED, embedding_VD[[5, 7, 9]])
+        kept = rows.lm_head_RD.clone()
+    with torch.no_grad():
+        actor.lm_head.weight.zero_()
+    assert torch.equal(rows.lm_head_RD, kept)  # Copies: the actor goes on.
+    assert reports.taken(batch, None) == Taken(batch, None)  # Heads that read neither table.
+    assert reports.taken(None, wanted) is None
 
 
 @pytest.mark.slow
@@ -100,6 +144,7 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
     attachment.attach(workers, lambda: next(totals))
     attachment.start()
     tap = PassTap(actor, Sampling(), 2**30, 2)
+    tables = WorkerTables(HFActor(actor))
     rows = rows_of(actor, 64)
     for step in range(2):
         with torch.no_grad(), tap.watch(rows):
@@ -111,10 +156,13 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
                 for v, (_, answer) in zip(logits[:, :-1].log_softmax(-1), rows, strict=True)
             ]
         )
-        attachment.scored(tap.take(step), Sampling())
-        attachment.tables_changed(read_tables(str(chain_actor)), step + 1)
+        taken = tables.taken(tap.take(step), attachment.wanted_rows())
+        attachment.scored([None, taken], Sampling())
+        with torch.no_grad():
+            actor.lm_head.weight.mul_(1.01)
+        attachment.updated(step + 1)
         attachment.synced(lost_heads=True)
-    attachment.end()
+    attachment.end([None, tables.whole()])
 
     assert workers.version >= 1
     saved, metadata = load_heads(tmp_path / "medusa" / "heads-final")
@@ -128,6 +176,11 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
         2.0,
     ]  # of the differences of the totals
     assert run.steps[-1][names.COMPANION_TRAINED_TOKENS] > 1000
+    # Stock vLLM finds the lm_head of the trained actor beside the heads.
+    final = load_file(tmp_path / "medusa" / "heads-final" / WEIGHTS_NAME)[LM_HEAD_KEY]
+    assert torch.equal(final, actor.lm_head.weight.detach().to(final.dtype))
+    sent = [step[names.TABLE_BYTES] for step in run.steps]
+    assert sent[0] > 0 and sent[-1] <= 2 * 2 * actor.lm_head.weight.nbytes
     assert workers.calls.count("medusa_target_changed") == 2
 
 
