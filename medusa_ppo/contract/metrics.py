@@ -186,7 +186,7 @@ SYNC_BYTES = "sync_bytes"
 """Bytes of the actor's weights that each engine read."""
 TABLE_BYTES = "table_bytes"
 """Bytes of lm_head and embedding that training processes with shards of them exchanged in this
-step.
+step; in verl and OpenRLHF those that left the workers.
 """
 SWAP_S = "swap_s"
 """Seconds to swap heads into the engine."""

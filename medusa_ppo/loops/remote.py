@@ -29,6 +29,7 @@ from medusa_ppo.actors.hf import (
 )
 from medusa_ppo.companion.wire import TableRows, WantedRows, batch_token_ids, copied_tables
 from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
 from medusa_ppo.engines.colocated import AttachedEngine, Call
@@ -218,6 +219,7 @@ class RemoteAttachment(Attachment):
         if found is None:
             logger.warning("No worker tapped the last rollouts; the companion gets nothing.")
             return
+        self._more[names.TABLE_BYTES] = 0 if found.rows is None else found.rows.nbytes
         self.plugin.batch_ready(found.batch, found.rows)
 
     def updated(self, version: int) -> None:
