@@ -69,6 +69,7 @@ class RunningRequests:
         self._coming: tuple[Sequence[str], sending.OnItsWay] | None = None
 
     def begin(self, admitted: Sequence[Admitted]) -> None:
+        """Requests that enter or come back after a preemption, with what they have said so far."""
         self.take()
         for new in admitted:
             request = self.live.setdefault(new.key, Running(new.prompt, new.asked))
