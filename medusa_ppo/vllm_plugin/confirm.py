@@ -415,9 +415,15 @@ def _told(
 def _apart(served_BV: torch.Tensor, logprobs_BV: torch.Tensor) -> float:
     """Root mean square of the difference over the tokens that have a probability, relative to the
     standard deviation of the log-probabilities.
+
+    A loop may forbid tokens by masking the actor's logits (verl does, beyond the tokenizer's
+    vocabulary). Products with a copy of lm_head don't know of that, and a forbidden draft is just
+    rejected, so only the other tokens are compared.
     """
     if not bool(torch.isfinite(served_BV).all()):
         return math.nan
+    served_BV = served_BV.masked_fill(logprobs_BV == -torch.inf, 0.0)
+    served_BV = served_BV / served_BV.sum(-1, keepdim=True)
     known_BV = logprobs_BV > math.log(LEAST_PROBABILITY)
     expected = logprobs_BV[known_BV]
     seen = served_BV[known_BV].log()

@@ -387,7 +387,7 @@ def test_our_worker_runs_in_vllm_and_the_heads_come_back_after_the_engine_lost_t
     )
     llm.collective_rpc(
         "monkey_patch_model", kwargs={"vocab_size": 423}
-    )  # verl's own method, which its server calls after the start
+    )  # verl's own method, which its server calls after the start; it forbids a few tokens
     attachment.attach(lambda method, args: llm.collective_rpc(method, args=args), process_counters)
     engine = attachment.engine
     assert engine is not None

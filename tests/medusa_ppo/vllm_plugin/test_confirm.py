@@ -90,6 +90,7 @@ class ConfirmScene:
         temperature: float = 1.0,
         native: bool = False,
         parts: int = 0,
+        allowed: int = V,
     ) -> str:
         fixed = fixed_inputs(self.config, self.dtype, CPU)
         hydra = self.config.kind == "hydra"
@@ -104,7 +105,13 @@ class ConfirmScene:
         draft = core.draft(
             fixed.hidden_BnD[:, -1], fixed.ids_Bn[:, -1], K, fixed_sampling(K, CPU), seen
         )
-        plain = Plain(self.logits, self.embed if hydra else None, self.dtype, temperature, ids_W)
+
+        def masked(features_ND: torch.Tensor) -> torch.Tensor:
+            logits_NV = self.logits(features_ND)
+            logits_NV[:, allowed:] = -torch.inf
+            return logits_NV
+
+        plain = Plain(masked, self.embed if hydra else None, self.dtype, temperature, ids_W)
         return find_difference(draft, state, self.config, fixed, plain)
 
 
@@ -120,6 +127,16 @@ def test_it_knows_the_heads_of_the_file(kind: str, dtype: torch.dtype) -> None:
         == scene.verdict(state, native=True)
     )
     assert "head 1" in scene.verdict(scene.random(2).trainable_state())
+
+
+def test_tokens_that_a_loop_forbids_by_a_mask_on_the_actors_logits_are_no_difference() -> None:
+    """verl masks what its tokenizer lacks, and a swap was refused where the heads multiply with
+    their own copy of lm_head.
+    """
+    scene = ConfirmScene("deep")
+    state = scene.heads.trainable_state()
+    assert scene.verdict(state, allowed=V - V // 8) == ""
+    assert "head 1" in scene.verdict(scene.random(2).trainable_state(), allowed=V - V // 8)
 
 
 @pytest.mark.parametrize("parts", [2, 8, 16])
