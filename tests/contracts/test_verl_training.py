@@ -153,7 +153,12 @@ def test_verl_trains_the_actor_and_the_heads_follow(
     first = run.steps[0]
     last = run.steps[-1]
     assert [step[names.POLICY_VERSION] for step in run.steps] == list(range(STEPS))
-    assert all(step[names.DRAFTS] > 0 for step in run.steps)
+    # Heads that have learned nothing yet draft nothing.
+    assert all(step[names.DRAFTS] > 0 for step in run.steps if step[names.HEADS_VERSION])
+    # Only rows of lm_head and embedding leave the workers, not both whole tables.
+    tables = load_file(chain_actor / "model.safetensors")
+    whole = sum(tables[name].nbytes for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    assert all(0 < step[names.TABLE_BYTES] < whole for step in run.steps)
     assert (
         last[names.HEADS_VERSION] >= 1 and last[names.MAL_SERVING] > first[names.MAL_SERVING] + 0.2
     )
