@@ -19,8 +19,8 @@ For a row whose newest known token x_{t+1} is at place i of its text, and n(v) =
 A place counts if its K followers are known and in the same part of the text. A text may consist of
 several parts (earlier responses, then prompt and response), and neither a key nor a follower
 crosses from one part to the next. Everything is known before a draft is drawn, so the distribution
-that drafts are drawn from stays exact whatever is left out: an engine uses only the best places of
-each part (`SERVED_PLACES`).
+that drafts are drawn from stays exact whatever is left out: only the best places of each part of
+the attention count, in training (`TRAINED_PLACES`) and in an engine (`SERVED_PLACES`).
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ SERVED_PLACES = 2
 """Best places of each part of the attention that an engine copies from. With two of them the same
 heads lose less than 0.01 tokens a step compared with all places, and a step reads a few rows of the
 embedding instead of multiplying by the whole text.
+"""
+TRAINED_PLACES = 16
+"""Best places of each part that count in training. The attention finds equal tokens before anything
+is learned, and is sharp, so heads learn as much as from all places, and a row does not multiply by
+the whole text: in texts of 1,024 tokens copying trains in a third of the time.
 """
 AGE_STEP = 2.0**-14
 """How much a score falls per token of distance: almost nothing, but enough that every search picks
@@ -228,7 +233,7 @@ def copied(
         none_A: the score of copying nothing, by part.
         value_weight: `[C, A D]`.
         num_heads: K; a place needs that many followers.
-        places: best places of each part that count; None: all of them, as heads are trained.
+        places: best places of each part that count; None: all of them.
     """
     parts = none_A.shape[0]
     used_U, index_GT = text.ids_GT.unique(return_inverse=True)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from heads.copying import TRAINED_PLACES
 from heads.errors import CheckpointError, DataError
 from heads.losses import LossConfig, Teacher, head_loss, known_lse
 from heads.modules import MedusaHeads, clip_per_head
@@ -438,6 +439,7 @@ class HeadsTrainer:
                 embedding_VD=embedding_VD,
                 context=context,
                 text=source.text(rows_N, self.device),
+                places=TRAINED_PLACES,
             )
         if self.ids_W is not None:
             rows_WD = product_WD if factored.weight.dim() == 2 else None

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from typing import Any
 
 import pytest
 import torch
 
 from heads.checkpoint import load_state, save_state
+from heads.copying import TRAINED_PLACES
 from heads.errors import CheckpointError, DataError
 from heads.heads_config import HeadsConfig
 from heads.losses import LossConfig, Teacher, reference_head_loss
@@ -29,10 +31,16 @@ PAIRS = 4
 
 
 def sizes(task, form: str = "medusa", lm_head: str = "shared") -> HeadsConfig:
-    """Of a kind, or of hydra heads with a context."""
-    kind, pairs = ("hydra", PAIRS) if form == "context" else (form, 0)
+    """Of a kind, or of hydra heads with a context, or of these with copying."""
+    kind, pairs = ("hydra", PAIRS) if form in ("context", "copying") else (form, 0)
     return HeadsConfig(
-        task.hidden, task.vocab, num_heads=3, kind=kind, lm_head=lm_head, context=pairs
+        task.hidden,
+        task.vocab,
+        num_heads=3,
+        kind=kind,
+        lm_head=lm_head,
+        context=pairs,
+        copy_parts=2 if form == "copying" else 0,
     )
 
 
@@ -82,7 +90,7 @@ def assert_repeated(
         assert float(apart.double().mean()) <= limit, name
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "copying"])
 def test_acceptance_rises(chain, device: torch.device, kind: str) -> None:
     task = chain()
     trainer = make(task, kind, device=device)
@@ -386,6 +394,24 @@ def test_actors_tables_are_never_changed_and_bfloat16_is_taken(chain, device: to
         ).mean_acceptance_length
         > 2.0
     )
+
+
+def test_copying_is_trained_with_the_best_places(chain, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all places a row multiplies by the whole text."""
+    task = chain()
+    trainer = make(task, "copying")
+    seen = []
+    factored = trainer.heads.factored
+
+    def watched(*args: Any, places: int | None = None, **options: Any) -> Any:
+        seen.append(places)
+        return factored(*args, places=places, **options)
+
+    monkeypatch.setattr(trainer.heads, "factored", watched)
+    before = trainer.heads.copy_query.detach().clone()
+    trainer.train_batch(task.batch())
+    assert set(seen) == {TRAINED_PLACES}
+    assert not torch.equal(trainer.heads.copy_query, before)
 
 
 def test_every_position_is_seen_once_in_an_epoch(chain) -> None:
