@@ -6,16 +6,17 @@ in a response.
     python benchmarks/long_text.py places --model OUT --heads HEADS
 
 The text is that of the embedded task made long: after the solution of the prompt's problem the
-response goes on with further problems and their solutions, `DOCUMENTS` in all. `actor` trains the
-demo's actor on such text for `STEPS` steps; before, it ends after one solution. `ppo` is a run of
+response goes on with further problems and their solutions, and never ends by itself, so each has
+2,304 tokens. `actor` trains the demo's actor on such text for `STEPS` steps; before, it ends after
+one solution. `ppo` is a run of
 20 steps with the report's usual figures (REINFORCE with the other responses as baseline, no
 critic); the reward is what `graded_lines` pays for the steps of all solutions, a mean over them.
 HEADS of `places` come from
 
     medusa-ppo train --model OUT --data ROWS --template '{prompt}' --out HEADS
-        --max-new-tokens 2304 --max-train-tokens 120000
+        --max-new-tokens 2304 --max-train-tokens 60000
 
-with rows of `demo_rows("train")` as JSON lines. It lets the engine answer prompts of the split
+with 48 rows of `demo_rows("train")` as JSON lines. It lets the engine answer prompts of the split
 `eval`, and replays the heads on each quarter of the responses by itself; what copying searches is
 all that stood before. Asked: the last quarter is not below the first.
 
@@ -55,7 +56,7 @@ from medusa_ppo.offline.scene import engine_config, running_engine
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = 20
 """Problems of a training text, some 2,250 tokens."""
-STEPS, ROWS, LEARNING_RATE = 250, 2, 5e-4
+STEPS, ROWS, LEARNING_RATE = 150, 2, 5e-4
 POSITIONS = 4096
 NEW_TOKENS = 2304
 QUARTERS = 4
@@ -107,7 +108,7 @@ def long_texts(tokenizer: Any, seed: int) -> Iterator[tuple[list[int], list[int]
         prompt_ids, response_ids = tokenizer([first, solution + rest], add_special_tokens=False)[
             "input_ids"
         ]
-        yield prompt_ids, [*response_ids, tokenizer.eos_token_id]
+        yield prompt_ids, response_ids
 
 
 def make_actor(out: Path) -> None:
