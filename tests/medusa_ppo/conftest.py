@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.companion.wire import TableRows
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Rollouts
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
@@ -104,6 +105,7 @@ class RecordingCompanion:
 
     def __init__(self) -> None:
         self.batches: list[RolloutBatch] = []
+        self.rows: list[TableRows | None] = []
         self.tables: list[tuple[torch.Tensor, int]] = []
         self.offer: PublishedHeads | None = None
         self.drained = 0
@@ -121,8 +123,9 @@ class RecordingCompanion:
     def collector(self, rollouts: Rollouts) -> BatchCollector:
         return BatchCollector(rollouts)
 
-    def submit(self, batch: RolloutBatch) -> None:
+    def submit(self, batch: RolloutBatch, rows: TableRows | None = None) -> None:
         self.batches.append(batch)
+        self.rows.append(rows)
 
     def update_lm_head(
         self,

@@ -26,6 +26,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from medusa_ppo.actors.hf import HiddenTap
 from medusa_ppo.actors.megatron import MegatronActor
 from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.companion.wire import TableRows
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
@@ -107,7 +108,8 @@ class KeepingCompanion:
     def collector(self, rollouts: Rollouts) -> BatchCollector:
         return BatchCollector(rollouts)
 
-    def submit(self, batch: RolloutBatch) -> None:
+    def submit(self, batch: RolloutBatch, rows: TableRows | None = None) -> None:
+        assert rows is None, "the actor is in this process"
         self.batches.append(batch)
 
 

@@ -24,6 +24,7 @@ from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import HiddenTap, lm_head_weight
 from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.companion.gate import replay
+from medusa_ppo.companion.wire import table_rows
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -517,6 +518,24 @@ def test_the_heads_of_the_start_come_back_too(parts, tmp_path: Path) -> None:
     assert engine.checksums()["heads"] == first and engine.heads_version == 0
     saved, metadata = load_heads(plugin.save_heads(tmp_path / "again"))
     assert metadata.version == 0 and checksum(saved.trainable_state()) == first
+
+
+def test_rows_of_an_actor_in_another_process_go_with_their_batch(parts, tmp_path: Path) -> None:
+    actor, engine, companion, plugin = parts
+    table_VD = lm_head_weight(actor).detach()
+    plugin._tables = table_VD, table_VD  # Those of the start, as a RemoteAttachment's plugin has.
+    plugin.rollout_ready(engine.generate(PROMPTS, Sampling(seed=1)))
+    batch = RolloutBatch(
+        torch.zeros(2, 16), torch.tensor([1, 2]), torch.zeros(2), torch.tensor([2])
+    )
+    rows = table_rows(table_VD, None, batch.response_ids_M, torch.tensor([3]))
+    plugin.batch_ready(batch, rows)
+    assert companion.batches == [batch] and companion.rows == [rows] and not companion.tables
+    _, metadata = load_heads(plugin.save_heads(tmp_path / "failed"))
+    assert not metadata.has_lm_head, "the start's is not that of the trained actor"
+    plugin.tables_updated((2 * table_VD, table_VD), 1)
+    _, metadata = load_heads(plugin.save_heads(tmp_path / "ended"))
+    assert metadata.has_lm_head
 
 
 def test_heads_that_cannot_be_put_back_stay(parts, tmp_path: Path) -> None:
