@@ -42,6 +42,7 @@ from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor, l
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import AVERAGE, replay
+from medusa_ppo.companion.wire import TableRows
 from medusa_ppo.config.run_config import RunConfig, build_config, load_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -190,7 +191,7 @@ class ClientRecorder:
     def collector(self, rollouts: Rollouts) -> BatchCollector:
         return BatchCollector(rollouts)
 
-    def submit(self, batch: RolloutBatch) -> None:
+    def submit(self, batch: RolloutBatch, rows: TableRows | None = None) -> None:
         # float64 can hold a version and a temperature, so one tensor suffices.
         meta = torch.tensor([batch.policy_version, batch.temperature], dtype=torch.float64)
         tensors = {name: getattr(batch, name) for name in TENSORS}

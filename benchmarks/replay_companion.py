@@ -34,7 +34,7 @@ from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.companion.service import make_cycle
-from medusa_ppo.companion.wire import ServiceArguments, pack, pack_tables
+from medusa_ppo.companion.wire import ServiceArguments, TableRows, pack, pack_tables
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.config.config_file import preset
 from medusa_ppo.config.run_config import load_config
@@ -86,13 +86,13 @@ class RecordingClient(CompanionClient):
             **others,
         )
 
-    def submit(self, batch: RolloutBatch) -> None:
+    def submit(self, batch: RolloutBatch, rows: TableRows | None = None) -> None:
         lm_head_VD, embedding_VD = self._recorded
         row = {field.name: getattr(batch, field.name) for field in fields(batch)}
         row |= {"lm_head_VD": lm_head_VD, "embedding_VD": embedding_VD}
         torch.save(row, self.folder / f"batch-{self._written:04d}.pt")
         self._written += 1
-        super().submit(batch)
+        super().submit(batch, rows)
 
     def update_lm_head(
         self,

@@ -17,20 +17,22 @@ PRODUCTS = 2
 """Products with each matrix in training: forward, and backward to the matrix or to its input. Many
 matrices need both backward products; an input that is frozen needs none.
 """
-FOR_EACH_HEAD = ("cell.token", "cell.step", "cell.out", "copy.value", "copy.out")
+FOR_EACH_HEAD = ("cell.token", "cell.step", "cell.out", "copy.out")
 """Matrices that all heads share, multiplied once for each of them."""
+FOR_A_TEXT = ("copy.query", "copy.key", "copy.value")
+"""Matrices that are multiplied once for each different token of a text, however long it is."""
 
 
 def training_operations(heads: HeadsConfig, drafted: int) -> float:
     """Floating-point operations of one pass over one position, at least: matrix products without
-    attention.
+    attention, and without what copying computes once for each different token of a text.
 
     Args:
         drafted: number of tokens that drafts come from.
     """
     numbers = heads.num_heads * heads.hidden_size * drafted
     for name, shape in heads.tensor_shapes().items():
-        if len(shape) == 2 and not name.startswith("lm_heads"):
+        if len(shape) == 2 and not name.startswith(FOR_A_TEXT) and not name.startswith("lm_heads"):
             uses = heads.num_heads if name.startswith(FOR_EACH_HEAD) else 1
             numbers += uses * math.prod(shape)
     return 2.0 * PRODUCTS * numbers
