@@ -6,17 +6,17 @@ in a response.
     python benchmarks/long_text.py places --model OUT --heads HEADS
 
 The text is that of the embedded task made long: after the solution of the prompt's problem the
-response goes on with further problems and their solutions, and never ends by itself, so each has
-2,304 tokens. `actor` trains the demo's actor on such text for `STEPS` steps; before, it ends after
-one solution. `ppo` is a run of
-20 steps with the report's usual figures (REINFORCE with the other responses as baseline, no
-critic); the reward is what `graded_lines` pays for the steps of all solutions, a mean over them.
-HEADS of `places` come from
+response goes on with further problems and their solutions. `actor` trains the demo's actor on such
+text for `STEPS` steps, in which nothing ends; before, it ends after one solution. Most responses
+then have all 2,304 tokens. `ppo` is a run of 20 steps with the report's usual figures (REINFORCE
+with the other responses as baseline, no critic); the reward is what `graded_lines` pays for the
+steps of all solutions, a mean over them. HEADS of `places` come from
 
     medusa-ppo train --model OUT --data ROWS --template '{prompt}' --out HEADS
         --max-new-tokens 2304 --max-train-tokens 60000
 
-with 48 rows of `demo_rows("train")` as JSON lines. It lets the engine answer prompts of the split
+with 48 rows of `demo_rows("train")` as JSON lines (a round of responses is whole, so 272,540 tokens
+came). `places` lets the engine answer prompts of the split
 `eval`, and replays the heads on each quarter of the responses by itself; what copying searches is
 all that stood before. Asked: the last quarter is not below the first.
 
