@@ -16,9 +16,9 @@ steps of all solutions, a mean over them. HEADS of `places` come from
         --max-new-tokens 2304 --max-train-tokens 60000
 
 with 48 rows of `demo_rows("train")` as JSON lines (a round of responses is whole, so 272,540 tokens
-came). `places` lets the engine answer prompts of the split
-`eval`, and replays the heads on each quarter of the responses by itself; what copying searches is
-all that stood before. Asked: the last quarter is not below the first.
+came). `places` lets the engine answer prompts of the split `eval`, and replays the heads on each
+quarter of the responses by itself; what copying searches is what stood before. Asked: the last
+quarter is not below the first.
 
 Shape letters: B documents, T positions, S responses.
 """
@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -143,14 +142,13 @@ def make_actor(out: Path) -> None:
 
 
 def run_ppo(model: str, out: Path, overrides: list[str]) -> int:
-    settings = [f"model.path={model}", "model.critic_path=null", f"out={out}", "name=long-text"]
+    paths = [f"model.path={Path(model).resolve()}", f"out={out.resolve()}"]
+    settings = [*paths, "model.critic_path=null", "name=long-text"]
     call = "from medusa_ppo.cli import main; main()"
     words = ["ppo", "--config", str(ROOT / "configs" / "demo.yaml"), *settings, *PPO, *overrides]
-    # The reward is a function of this file, which the run imports by name.
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path}
     command = [sys.executable, "-c", call, *words]
-    return subprocess.run(command, env=environment, check=False).returncode
+    # The reward is a function of this file, which the run imports from its working directory.
+    return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 
 def quarter(batch: RolloutBatch, number: int) -> RolloutBatch:

@@ -32,7 +32,7 @@ def training_operations(heads: HeadsConfig, drafted: int) -> float:
     """
     numbers = heads.num_heads * heads.hidden_size * drafted
     for name, shape in heads.tensor_shapes().items():
-        if len(shape) == 2 and not name.startswith(FOR_A_TEXT) and not name.startswith("lm_heads"):
+        if len(shape) == 2 and not name.startswith((*FOR_A_TEXT, "lm_heads")):
             uses = heads.num_heads if name.startswith(FOR_EACH_HEAD) else 1
             numbers += uses * math.prod(shape)
     return 2.0 * PRODUCTS * numbers
