@@ -4,6 +4,7 @@ taken from texts, chats and a run's rollouts.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from medusa_ppo.runtime.data import Row
 # A round is one call of the engine and one file to resume from. It is large enough to keep the
 # engine's batch full, and small enough that an interruption loses little.
 PROMPTS_PER_ROUND = 128
+# The last rounds are smaller, so that long responses do not pass the wanted tokens by far.
+LEAST_PROMPTS_PER_ROUND = 16
 ASSISTANT = "assistant"
 
 Prompt = TypeVar("Prompt")
@@ -66,29 +69,37 @@ def response_rounds(
     advance: Advance,
     per_round: int = PROMPTS_PER_ROUND,
     *,
-    rounds_done: int = 0,
-    tokens_done: int = 0,
+    done: Sequence[int] = (),
 ) -> Iterator[Rollouts]:
-    """Let the model answer the prompts, `per_round` at a time, until there are `max_tokens`
+    """Let the model answer the prompts, at most `per_round` at a time, until there are `max_tokens`
     response tokens (0: each prompt once).
 
     Args:
         sampling: how to sample; the first round uses its seed, and each later round adds one to it.
-        rounds_done, tokens_done: what an earlier call yielded; this one continues after that.
+        done: response tokens of each round that an earlier call yielded; this one continues after
+            them. What a round asks depends on these numbers alone.
     """
-    number = rounds_done
-    tokens = tokens_done
+    start = tokens = 0
     first_seed = sampling.seed or 0
-    while (tokens < max_tokens) if max_tokens else (number * per_round < len(prompts)):
-        start = number * per_round
-        picked = (
-            take_prompts(prompts, start, per_round)
-            if max_tokens
-            else prompts[start : start + per_round]
-        )
+    for number in itertools.count():
+        if max_tokens:
+            if tokens >= max_tokens:
+                return
+            # Before the first response, each one may be as long as is allowed.
+            length = tokens / start if start else sampling.max_new_tokens
+            wanted = math.ceil((max_tokens - tokens) / max(1.0, length))
+            count = min(per_round, max(LEAST_PROMPTS_PER_ROUND, wanted))
+            picked = take_prompts(prompts, start, count)
+        else:
+            picked = list(prompts[start : start + per_round])
+            if not picked:
+                return
+        start = start + len(picked)
+        if number < len(done):
+            tokens = tokens + done[number]
+            continue
         rollouts = engine.generate(picked, replace(sampling, seed=first_seed + number))
         tokens = tokens + rollouts.generated_tokens
-        number = number + 1
         advance(
             rollouts.generated_tokens if max_tokens else len(picked),
             f"{rollouts.tokens_per_s:.0f} tokens/s",

@@ -165,7 +165,8 @@ def _responses(
     if scene.skipped:
         progress.say(f"{scene.skipped} prompts are too long and are left out")
     rounds = resume.rounds()
-    tokens = sum(sample.written for part in rounds for sample in part)
+    done = [sum(sample.written for sample in part) for part in rounds]
+    tokens = sum(done)
     if rounds:
         progress.say(f"{tokens} tokens of responses already exist")
     if tokens < options.max_train_tokens:
@@ -179,9 +180,8 @@ def _responses(
         with running_engine(options.model, "", config, options.seed) as engine:
             with progress.phase("Writing responses", options.max_train_tokens - tokens) as advance:
                 most = options.max_train_tokens
-                done = {"rounds_done": len(rounds), "tokens_done": tokens}
                 for rollouts in response_rounds(
-                    engine, scene.prompts, sampling, most, advance, **done
+                    engine, scene.prompts, sampling, most, advance, done=done
                 ):
                     rounds.append(samples_of([rollouts]))
                     resume.save_round(len(rounds) - 1, rounds[-1])

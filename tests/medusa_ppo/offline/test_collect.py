@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, cast
+
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from heads.errors import DataError
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.offline.collect import (
     Sample,
+    response_rounds,
     samples_from_texts,
     samples_of,
     split_samples,
@@ -37,6 +42,70 @@ def test_answers_to_one_prompt_have_one_number() -> None:
         samples[0] == Sample((1, 2, 7, 8, 9), ((2, 5),), 0, (-1.0, -2.0, -3.0))
         and samples[0].written == 3
     )
+
+
+class FixedLengths:
+    """Answers each prompt with as many tokens as the prompt's first one says."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[tuple[int, ...], ...]] = []
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
+        given = tuple(tuple(prompt) for prompt in prompts)
+        self.asked.append(given)
+        answers = tuple(
+            Response(n, (5,) * prompt[0], (-1.0,) * prompt[0], "stop")
+            for n, prompt in enumerate(given)
+        )
+        return Rollouts(given, answers, Counters(), 1.0, sampling)
+
+
+def rounds_of(prompts: Sequence[Sequence[int]], most: int, **options: Any) -> list[Rollouts]:
+    engine = cast(RolloutEngine, FixedLengths())
+    sampling = Sampling(max_new_tokens=100, seed=3)
+    return list(
+        response_rounds(engine, prompts, sampling, most, lambda amount, note="": None, **options)
+    )
+
+
+@pytest.mark.parametrize(
+    ("length", "most", "sizes"),
+    [
+        (100, 1_000, [16]),  # ten would do, but a round has at least sixteen
+        (100, 6_000, [60]),
+        (100, 20_000, [128, 72]),
+        (10, 2_000, [20, 128, 52]),  # the first round expects responses as long as is allowed
+        (1, 200, [16, 128, 56]),
+    ],
+)
+def test_rounds_shrink_so_that_long_responses_do_not_pass_what_is_wanted(
+    length: int, most: int, sizes: list[int]
+) -> None:
+    prompts = [(length, n) for n in range(150)]
+    rounds = rounds_of(prompts, most)
+    assert [len(part.prompts) for part in rounds] == sizes
+    assert [prompt for part in rounds for prompt in part.prompts] == take_prompts(
+        prompts, 0, sum(sizes)
+    )
+
+
+def test_rounds_continue_as_if_they_had_not_stopped() -> None:
+    prompts = [(3 + n % 40, n) for n in range(100)]
+    whole = rounds_of(prompts, 9_000)
+    assert len(whole) > 3
+    for count in range(1, len(whole)):
+        done = [part.generated_tokens for part in whole[:count]]
+        rest = rounds_of(prompts, 9_000, done=done)
+        assert [(part.prompts, part.sampling) for part in rest] == [
+            (part.prompts, part.sampling) for part in whole[count:]
+        ]
+
+
+def test_without_a_number_of_tokens_each_prompt_is_asked_once() -> None:
+    prompts = [(2, n) for n in range(150)]
+    rounds = rounds_of(prompts, 0)
+    assert [len(part.prompts) for part in rounds] == [128, 22]
+    assert len(rounds_of(prompts, 0, done=[256])) == 1
 
 
 def test_long_texts_become_windows_that_lose_no_target(tokenizer: PreTrainedTokenizerBase) -> None:
