@@ -187,13 +187,14 @@ def plan_launch(
                 expected=f"<= {max_drafts}, the heads in {heads_path}",
                 do="Draft fewer tokens or train more heads.",
             )
-        args |= speculation(
-            str(heads_path),
-            max_drafts,
+        first = Drafting(
+            # The rest is set by a call: a change of these arguments is a new entry in vLLM's cache
+            # of compiled models.
             sampled=config.draft_temperature > 0,
-            block=runner == "v2" and has_block(vllm_version()),
             draft_vocab=draft_vocabulary(config, heads) or 0,
         )
+        block = runner == "v2" and has_block(vllm_version())
+        args |= speculation(str(heads_path), max_drafts, first, block=block)
         if not is_cpu_build() and runner == "v1":
             most = int(config.extra.get("max_num_batched_tokens", 0)) or None
             sizes = graph_sizes(config.max_num_seqs, max_drafts, most)

@@ -52,8 +52,10 @@ from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.processes import local_ray
 
-OURS = ("speculative_config", "worker_extension_cls", "disable_log_stats")
-"""The arguments of our own engines that a foreign engine needs as well."""
+SPECULATION = ("speculative_config", "additional_config")
+"""The arguments of our own engines without which no engine drafts with our heads."""
+OURS = (*SPECULATION, "worker_extension_cls", "disable_log_stats")
+"""Those that an engine needs so that a loop's process can call it."""
 FINAL_HEADS = "heads-final"
 READ_ROWS = 8
 """Number of a warm-up's responses that the actor scores at once."""

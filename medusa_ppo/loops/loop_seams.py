@@ -82,6 +82,11 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         _seam("verl.workers.rollout.replica:RolloutReplicaRegistry.register"),
         _seam("verl.single_controller.base.decorator:make_nd_compute_dataproto_dispatch_fn"),
     ),
+    # Looked up in each process that has a worker, which never imports the trainer.
+    "verl.worker": (
+        _seam("verl.workers.engine_workers:ActorRolloutRefWorker.compute_log_prob", "data"),
+        _seam("verl.workers.engine_workers:ActorRolloutRefWorker.update_actor", "data"),
+    ),
     # Looked up only where its servers start, because this imports vLLM.
     "verl.server": (
         _seam("verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension"),
@@ -101,6 +106,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             "sequences action_mask attention_mask",
             "begins",
         ),
+        _seam(f"{OPENRLHF}.ray.ppo_actor:PolicyModelActor.fit", "kl_ctl"),
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.__init__", "pretrain strategy", "begins"),
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.fit", "global_step"),
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.train_step", "rollout_samples global_step"),

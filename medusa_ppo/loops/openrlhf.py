@@ -11,6 +11,13 @@ package):
     rollouts         `RemoteExperienceMaker.make_experience_batch`, wrapped: what was tapped goes to
                      the companion, with the rows of lm_head and embedding that it needs
     weight sync      `BasePPOTrainer.broadcast_to_vllm`, overridden: newer heads into the engines
+
+With a stand-alone companion (MEDUSA_PPO_COMPANION and MEDUSA_PPO_FEED in the environment, `heads:
+{path: HEADS}` in heads.yaml) it replaces two names, and no trainer; so it works with
+`--train.async_enable` and on several nodes, too. Engines load newer heads from the feed:
+
+    vLLM's start     `create_vllm_engines`, as above
+    update           `PolicyModelActor.fit`, overridden: every rank taps its rows
 """
 
 from __future__ import annotations
@@ -18,20 +25,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
 
+from heads.errors import ConfigError
 from medusa_ppo.actors.hf import HFActor
 from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.config.run_config import RunConfig, load_config
 from medusa_ppo.contract.rollouts import Counters, Sampling
-from medusa_ppo.loops.attachment import as_config
+from medusa_ppo.engines.launch import plan_launch
+from medusa_ppo.loops.attachment import SPECULATION, as_config
 from medusa_ppo.loops.loop_versions import require_loop
 from medusa_ppo.loops.passes import PassTap, Row
 from medusa_ppo.loops.remote import (
@@ -45,7 +55,10 @@ from medusa_ppo.loops.remote import (
     refuse,
     sum_counters,
 )
+from medusa_ppo.loops.tap import CompanionTap
+from medusa_ppo.loops.worker_tap import COMPANION, Rows, companion_address
 from medusa_ppo.runtime.processes import on_one_node
+from medusa_ppo.vllm_plugin.worker_calls import DRAFTING
 
 logger = logging.getLogger(__name__)
 
@@ -115,12 +128,13 @@ def policy_actor() -> Any:
     class MedusaPolicyActor(plain_class(ppo_actor.PolicyModelActor)):  # type: ignore[misc]
         _medusa_tap: PassTap | None = None
         _medusa_tables: WorkerTables | None = None
+        _medusa_expected: int = 0
 
         def forward(
             self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any
         ) -> Any:
             # One rank's rows are enough for heads; gathering all would cost the loop bandwidth.
-            if self.strategy.get_rank() != 0:
+            if self.strategy.get_rank() != 0 or not self._medusa_expected:
                 return super().forward(sequences, action_mask, attention_mask, **kwargs)
             # Created at the first pass: the model is loaded by a separate call after the
             # constructor.
@@ -142,8 +156,11 @@ def policy_actor() -> Any:
             return self._medusa_tap
 
         def medusa_expect(self, tokens: int) -> None:
-            """The next passes cover this many response tokens, over all ranks."""
-            if self.strategy.get_rank() == 0:
+            """The next passes cover this many response tokens, over all ranks; 0: their states are
+            not wanted.
+            """
+            self._medusa_expected = tokens
+            if tokens and self.strategy.get_rank() == 0:
                 self._own_tap().expect(-(-tokens // torch.distributed.get_world_size()))
 
         def medusa_take(self, policy_version: int, wanted: WantedRows | None) -> Taken | None:
@@ -164,6 +181,51 @@ def policy_actor() -> Any:
     return ray.remote(num_gpus=1)(MedusaPolicyActor)
 
 
+def tapped_policy_actor() -> Any:
+    """OpenRLHF's actor worker, each of which taps its update for a stand-alone companion, as a Ray
+    actor class.
+    """
+    from openrlhf.trainer.ray import ppo_actor
+
+    class TappedPolicyActor(plain_class(ppo_actor.PolicyModelActor)):  # type: ignore[misc]
+        _medusa_tap: CompanionTap | None = None
+
+        def fit(self, kl_ctl: float = 0) -> Any:
+            # Created at the first update: the model is loaded by a separate call after the
+            # constructor.
+            if self._medusa_tap is None:
+                rollout = self.strategy.args.rollout
+                self._medusa_tap = CompanionTap(
+                    self.actor.model,
+                    companion_address(),
+                    temperature=rollout.temperature,
+                    top_p=rollout.top_p,
+                )
+            with self._medusa_tap(*buffered_rows(self.trainer.replay_buffer.items)):
+                status = super().fit(kl_ctl)
+            self._medusa_tap.updated()
+            return status
+
+    return ray.remote(num_gpus=1)(TappedPolicyActor)
+
+
+def buffered_rows(items: Sequence[Any]) -> Rows:
+    """Prompts and responses that OpenRLHF's replay buffer holds, one in each item, and the actor's
+    log-probs from before the update, if it has them.
+    """
+    prompts: list[list[int]] = []
+    responses: list[list[int]] = []
+    logprobs: list[torch.Tensor] = []
+    for item in items:
+        masks = (item.sequences[None], item.action_mask[None], item.attention_mask[None])
+        for (prompt, response), (_, first, last) in zip(*rows_of(*masks), strict=True):
+            prompts.append(list(prompt))
+            responses.append(list(response))
+            if item.action_log_probs is not None:
+                logprobs.append(item.action_log_probs[first:last].float().cpu())
+    return prompts, responses, logprobs if len(logprobs) == len(responses) else None
+
+
 def trainer_actor() -> Any:
     """OpenRLHF's trainer with the heads' companion beside it, as a Ray actor class."""
     from openrlhf.trainer import ppo_trainer
@@ -177,17 +239,16 @@ def trainer_actor() -> Any:
             make = self.experience_maker.make_experience_batch
 
             def make_and_take(rollout_samples: Any) -> Any:
+                group = self.actor_model_group
+                wanted = self.medusa.generated(self._medusa_sampling())
                 # Announced before the passes: they come in pieces, and each contributes its share
                 # of the sample.
                 tokens = sum(int(sample.action_mask.sum()) for sample in rollout_samples)
-                ray.get(self.actor_model_group.async_run_method("medusa_expect", tokens))
+                ray.get(group.async_run_method("medusa_expect", tokens if wanted else 0))
                 experiences = make(rollout_samples)
-                taken = ray.get(
-                    self.actor_model_group.async_run_method(
-                        "medusa_take", self._medusa_version, self.medusa.wanted_rows()
-                    )
-                )
-                self.medusa.scored(taken, self._medusa_sampling())
+                if wanted:
+                    asked = self._medusa_version, self.medusa.wanted_rows()
+                    self.medusa.scored(ray.get(group.async_run_method("medusa_take", *asked)))
                 return experiences
 
             # Replaced on the object: OpenRLHF's constructor creates it, and offers no way to use a
@@ -271,10 +332,14 @@ def rows_of(
     return rows, spans
 
 
-def unsupported(args: Any) -> dict[str, bool]:
-    """Settings of OpenRLHF that the heads can't be combined with, and whether they are on."""
+def unsupported(args: Any, *, tapped: bool = False) -> dict[str, bool]:
+    """Settings of OpenRLHF that the heads can't be combined with, and whether they are on.
+
+    Args:
+        tapped: with a stand-alone companion.
+    """
     return {
-        "--train.async_enable": bool(args.train.async_enable),
+        f"--train.async_enable without {COMPANION}": bool(args.train.async_enable) and not tapped,
         "--ds.ring_attn_size > 1": int(args.ds.ring_attn_size) > 1,
         "--ds.tensor_parallel_size > 1": int(args.ds.tensor_parallel_size) > 1,
         "--vllm.num_engines 0": not args.vllm.num_engines,
@@ -283,39 +348,88 @@ def unsupported(args: Any) -> dict[str, bool]:
 
 
 def install(config: RunConfig) -> None:
-    """Replace the three names that OpenRLHF's command imports, for this process."""
+    """Replace the names that OpenRLHF's command imports, for this process.
+
+    Raises:
+        ConfigError: with a stand-alone companion, the configuration does not say where its heads
+            are.
+    """
     from openrlhf.trainer import ppo_trainer
-    from openrlhf.trainer import ray as ray_package
-    from openrlhf.trainer.ray import ppo_actor, vllm_engine
+    from openrlhf.trainer.ray import ppo_actor
+
+    folder = [config.run_dir]
+    if os.environ.get(COMPANION):
+        _replace_engines(served_arguments(config))
+        ppo_actor.PolicyModelActor = tapped_policy_actor()
+    else:
+        kept: list[RemoteAttachment] = []  # Keeps the heads' folder until the engines have started.
+
+        def arguments(pretrain: str) -> dict[str, Any]:
+            # Ray may put engines on any of its nodes.
+            nodes = not on_one_node()
+            attachment = RemoteAttachment(config, pretrain, folder[0], several_nodes=nodes)
+            # Kept because the arguments name its folder, which disappears with it.
+            kept.append(attachment)
+            return {**attachment.arguments(WORKER_EXTENSION), "max_logprobs": 1}
+
+        _replace_engines(arguments)
+        ppo_actor.PolicyModelActor = policy_actor()
+        ppo_trainer.PPOTrainer = trainer_actor()
     from openrlhf.utils import get_strategy
 
-    create = vllm_engine.create_vllm_engines
-    kept: list[RemoteAttachment] = []  # Keeps the heads' folder until the engines have started.
-    folder = [config.run_dir]
-
-    def create_with_heads(
-        num_engines: int, tensor_parallel_size: int, pretrain: str, *args: Any, **kwargs: Any
-    ) -> Any:
-        # Ray may put engines on any of its nodes.
-        attachment = RemoteAttachment(config, pretrain, folder[0], several_nodes=not on_one_node())
-        # Kept because the arguments name its folder, which disappears with it.
-        kept.append(attachment)
-        vllm_engine.RolloutRayActor = rollout_actor(
-            {**attachment.arguments(WORKER_EXTENSION), "max_logprobs": 1}
-        )
-        return create(num_engines, tensor_parallel_size, pretrain, *args, **kwargs)
-
     def strategy_with_heads(args: Any) -> Any:
-        refuse("OpenRLHF", unsupported(args))
+        refuse("OpenRLHF", unsupported(args, tapped=bool(os.environ.get(COMPANION))))
         # The strategy carries the arguments to every actor, and our settings with them.
         args.medusa = config
         folder[0] = Path(args.ckpt.output_dir) / FOLDER
         return get_strategy(args)
 
-    ray_package.create_vllm_engines = create_with_heads
-    ppo_actor.PolicyModelActor = policy_actor()
-    ppo_trainer.PPOTrainer = trainer_actor()
     sys.modules["openrlhf.utils"].get_strategy = strategy_with_heads  # type: ignore[attr-defined]
+
+
+def _replace_engines(arguments: Callable[[str], dict[str, Any]]) -> None:
+    """Let OpenRLHF start its engines with further arguments of vLLM, which depend on the actor's
+    name.
+    """
+    from openrlhf.trainer import ray as ray_package
+    from openrlhf.trainer.ray import vllm_engine
+
+    create = vllm_engine.create_vllm_engines
+
+    def create_with_heads(
+        num_engines: int, tensor_parallel_size: int, pretrain: str, *args: Any, **kwargs: Any
+    ) -> Any:
+        vllm_engine.RolloutRayActor = rollout_actor(arguments(pretrain))
+        return create(num_engines, tensor_parallel_size, pretrain, *args, **kwargs)
+
+    ray_package.create_vllm_engines = create_with_heads
+
+
+def served_arguments(config: RunConfig) -> Callable[[str], dict[str, Any]]:
+    """The arguments of vLLM for engines that feed themselves, by the actor's name.
+
+    Raises:
+        ConfigError: the configuration does not name the companion's heads.
+    """
+    heads = config.heads.path
+    if not heads:
+        raise ConfigError(
+            "Engines need the heads that the companion starts with.",
+            given=f"no heads.path, {COMPANION} is set",
+            expected="heads.path in the file that --medusa names",
+            do="Name the folder of --heads of `medusa-ppo companion serve`; all nodes have to see"
+            " it.",
+        )
+
+    def arguments(pretrain: str) -> dict[str, Any]:
+        plan = plan_launch(pretrain, Path(heads).resolve(), config.engine, config.seed)
+        # Nobody calls these engines later: all settings go with them, and vLLM's own log has their
+        # acceptance.
+        ours = {name: plan.engine_args[name] for name in (*SPECULATION, "disable_log_stats")}
+        ours["additional_config"] |= {DRAFTING: dict(plan.drafting)}
+        return ours | config.engine.extra
+
+    return arguments
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -194,13 +194,18 @@ class RemoteAttachment(Attachment):
         """What to give to the workers that `scored` gets its batch from."""
         return self.plugin.wanted_rows()
 
-    def scored(self, taken: Sequence[Taken | None], sampling: Sampling) -> None:
-        """Call this when a rollout batch was generated and scored, with what each worker took."""
+    def generated(self, sampling: Sampling) -> bool:
+        """Call this when a rollout batch was generated, before the log-prob pass over it.
+
+        Returns:
+            Whether to tap that pass and to give `scored` what was taken. False while the companion
+            rests: then neither states nor tables have to be gathered.
+        """
         engine = self.engine
         if engine is None:
-            return
+            return False
         now = engine.counters()
-        # Tokens stay with the workers that scored them; the driver only knows the generation's
+        # Tokens stay with the workers that score them; the driver only knows the generation's
         # counters.
         rollouts = Rollouts(
             (),
@@ -214,7 +219,10 @@ class RemoteAttachment(Attachment):
         )
         self._before = now
         self._rollouts = rollouts
-        self.plugin.rollout_ready(rollouts)
+        return self.plugin.rollout_ready(rollouts) is not None
+
+    def scored(self, taken: Sequence[Taken | None]) -> None:
+        """Call this after the log-prob pass with what each worker took, if `generated` said so."""
         found = next((part for part in taken if part is not None), None)
         if found is None:
             logger.warning("No worker tapped the last rollouts; the companion gets nothing.")

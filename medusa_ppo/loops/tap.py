@@ -157,7 +157,8 @@ class CompanionTap:
         Args:
             prompts, completions: token ids of each row; a prompt is repeated for each of its rows.
             logprobs: behaviour log-probs of each completion's tokens, as they were sampled; None:
-                the companion computes them from the states.
+                the companion computes them from the states. They are read when the block ends, so
+                float32 tensors on the CPU may be filled in by the pass itself.
 
         Raises:
             DataError: the numbers of prompts, completions and log-probs differ.

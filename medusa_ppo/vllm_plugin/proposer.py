@@ -14,6 +14,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from torch import nn
 
 from heads.checkpoint import checksum, load_heads
-from heads.errors import ConfigError, SwapError
+from heads.errors import ConfigError, MedusaError, SwapError
 from heads.heads_config import COPY_WINDOW
 from heads.modules import MedusaHeads
 from medusa_ppo.contract.status import Checked
@@ -77,7 +78,7 @@ from medusa_ppo.vllm_plugin.target_tables import (
     lm_head_weight,
     refuse_quantised_lm_head,
 )
-from medusa_ppo.vllm_plugin.worker_calls import DRAFT_VOCAB, SAMPLED, Drafting
+from medusa_ppo.vllm_plugin.worker_calls import DRAFTING, Drafting
 
 logger = logging.getLogger(__name__)
 
@@ -128,10 +129,10 @@ class MedusaProposer(Drafter):
         self.heads_checksum = ""
         self.fed = True  # Without heads nothing is drafted, whatever num_drafts says.
         self.num_drafts: int = self.num_speculative_tokens
-        # If set at the start, q is part of the memory that vLLM profiles.
-        own = vllm_config.additional_config or {}
-        self.sampled = bool(own.get(SAMPLED, False))
-        self._first_vocab = int(own.get(DRAFT_VOCAB, 0))
+        # What is set at the start is part of the memory that vLLM profiles, and reaches engines
+        # that nobody calls.
+        self._first: Drafting = (vllm_config.additional_config or {}).get(DRAFTING, {})
+        self.sampled = bool(self._first.get("sampled", True))
         self.draft_temperature = 1.0
         self.choose = False
         self.chooser = DraftChooser(self.num_drafts)
@@ -180,9 +181,11 @@ class MedusaProposer(Drafter):
             image_tokens(config.hf_config),
         )
         shared = self.heads.config.lm_head == "shared"
-        self.draft_vocabulary = self._new_vocabulary(self._first_vocab if shared else 0)
+        first_vocab = int(self._first.get("draft_vocab", 0))
+        self.draft_vocabulary = self._new_vocabulary(first_vocab if shared else 0)
         self._refresh_vocabulary()
         self._make_ring()
+        self.configure(self._first)
 
     def _watch(self, target_model: nn.Module) -> None:
         """Notice weights that are loaded into the actor without our calls, as TRL and verl load
@@ -746,6 +749,21 @@ class MedusaProposer(Drafter):
             else self.draft_vocabulary.choosing(self._lm_head_weight(), self.dtype),
         )
         return lambda: SecondSet(self.read(path, checked), order)
+
+    def made_beside(
+        self, begun: Future[ReadHeads | SecondSet], path: str, checked: Checked | None = None
+    ) -> ReadHeads | SecondSet:
+        """What a thread made of a file, for `swap`. If it failed in any way but by refusing the
+        file, it is made again now, between two steps: the loop may have loaded the actor meanwhile,
+        and vLLM takes the model's tables apart for that.
+        """
+        try:
+            return begun.result()
+        except MedusaError:
+            raise
+        except Exception as error:
+            logger.info("New heads are prepared again, between two steps: %s", error)
+            return self.ahead(path, checked)()
 
     def swap(
         self,

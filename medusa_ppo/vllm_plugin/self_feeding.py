@@ -29,6 +29,8 @@ from medusa_ppo.vllm_plugin.speculation import FEED, feeds_itself, heads_folder
 from medusa_ppo.vllm_plugin.worker_calls import WORKER_EXTENSION, first_of
 
 logger = logging.getLogger(__name__)
+told = logging.getLogger("vllm.medusa_ppo")
+"""With vLLM's own handlers: people read about an engine in its log."""
 
 ASK_S = 0.02
 """Seconds between two checks whether the ranks have read new heads."""
@@ -111,7 +113,7 @@ class EngineFeeder:
         fault = self._given(core, fetched)
         watch.took(fetched, fault)
         if fault is None:
-            logger.info(
+            told.info(
                 "Heads version %d is serving; loading took %.0f ms.",
                 fetched.version,
                 1e3 * (time.perf_counter() - began),

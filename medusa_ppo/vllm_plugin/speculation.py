@@ -9,7 +9,7 @@ from typing import Any
 
 from heads.errors import ConfigError, LossyError
 from medusa_ppo.vllm_plugin.vllm_versions import has_medusa, vllm_version
-from medusa_ppo.vllm_plugin.worker_calls import DRAFT_VOCAB, HEADS, SAMPLED
+from medusa_ppo.vllm_plugin.worker_calls import DRAFTING, HEADS, Drafting
 
 CUSTOM_CLASS = "medusa_ppo.vllm_plugin.drafter.CustomClass"
 """The class that vLLM imports if it has no Medusa."""
@@ -21,21 +21,18 @@ LOSSLESS = ("standard", "block")
 
 
 def speculation(
-    folder: str, drafts: int, *, sampled: bool, block: bool = False, draft_vocab: int = 0
+    folder: str, drafts: int, drafting: Drafting, *, block: bool = False
 ) -> dict[str, Any]:
     """Engine arguments that make the installed version of vLLM draft with the heads of a folder.
 
     Args:
         drafts: maximum drafts in a step.
-        sampled: drafts will be sampled, so vLLM should profile the memory of their q.
+        drafting: how to draft at first. `sampled` and `draft_vocab` belong here even if a call sets
+            everything later: vLLM then profiles the memory of the drafts' q, and no more.
         block: vLLM's own kernels verify drafts as a block (`drafting.verify`). Only V2 has this; on
             V1 our verification does it anyway, and no argument is set.
-        draft_vocab: number of tokens that drafts will come from, so that vLLM profiles no more than
-            their q; 0: all.
     """
-    own: dict[str, Any] = {SAMPLED: sampled}
-    if draft_vocab:
-        own[DRAFT_VOCAB] = draft_vocab
+    own: dict[str, Any] = {DRAFTING: dict(drafting)}
     speculative: dict[str, Any] = {"num_speculative_tokens": drafts}
     if block:
         speculative["rejection_sample_method"] = "block"

@@ -12,10 +12,10 @@ from heads.errors import MedusaError
 WORKER_EXTENSION = "medusa_ppo.vllm_plugin.worker_extension.MedusaWorker"
 TRANSFER = "medusa_ppo"
 """Our weight-transfer backend's name in vLLM."""
-SAMPLED = "medusa_ppo_sampled"
-"""In vLLM's additional_config: whether drafts will be sampled."""
-DRAFT_VOCAB = "medusa_ppo_draft_vocab"
-"""In vLLM's additional_config: from how many tokens drafts will come; 0 or missing: from all."""
+DRAFTING = "medusa_ppo_drafting"
+"""In vLLM's additional_config: the `Drafting` that an engine begins with. Drafts are sampled unless
+it says otherwise.
+"""
 HEADS = "medusa_ppo_heads"
 """In vLLM's additional_config: the heads' folder, where vLLM has no Medusa (from 0.33 on)."""
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import time
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,9 @@ class MedusaWorker:
         ahead = self._medusa_ahead
         self._medusa_ahead = None
         if not (drafter.fed and drafter.heads_checksum == checked[0]):
-            ready = ahead[1].result if ahead is not None and ahead[0] == path else None
+            ready = None
+            if ahead is not None and ahead[0] == path:
+                ready = partial(drafter.made_beside, ahead[1], path, Checked(*checked))
             drafter.swap(path, int(version), Checked(*checked), ready)
         return {
             "version": int(version),

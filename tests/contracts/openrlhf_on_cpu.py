@@ -91,13 +91,18 @@ class CpuWorker:
 
 
 def __getattr__(name: str) -> type[Any]:
-    """`CpuOpenRLHFWorker`, when vLLM's worker looks for it by name."""
-    if name != "CpuOpenRLHFWorker":
+    """`CpuOpenRLHFWorker`, when vLLM's worker looks for it by name, and `CpuPlainWorker`, the same
+    without our calls.
+    """
+    if name not in ("CpuOpenRLHFWorker", "CpuPlainWorker"):
         raise AttributeError(name)
     prepare()
-    from medusa_ppo.loops.openrlhf import MedusaOpenRLHFWorker
+    if name == "CpuPlainWorker":
+        from openrlhf.trainer.ray.vllm_worker_wrap import WorkerWrap as base
+    else:
+        from medusa_ppo.loops.openrlhf import MedusaOpenRLHFWorker as base
 
-    return type(name, (CpuWorker, MedusaOpenRLHFWorker), {"__module__": __name__})
+    return type(name, (CpuWorker, base), {"__module__": __name__})
 
 
 def without_flash_attn() -> None:
@@ -179,6 +184,13 @@ def main() -> None:
         runtime_env={"worker_process_setup_hook": openrlhf_on_cpu.prepare},
     )
     openrlhf.WORKER_EXTENSION = "openrlhf_on_cpu.CpuOpenRLHFWorker"
+    served = openrlhf.served_arguments
+    openrlhf.served_arguments = lambda config: (
+        lambda pretrain: {
+            **served(config)(pretrain),
+            "worker_extension_cls": "openrlhf_on_cpu.CpuPlainWorker",
+        }
+    )
     openrlhf.main(sys.argv[1:])
 
 

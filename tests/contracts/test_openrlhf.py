@@ -18,12 +18,14 @@ pytest.importorskip(
     "openrlhf", reason="OpenRLHF has an environment of its own: make test-contracts"
 )
 
-from heads.checkpoint import checksum, load_state, save_state
+from heads.checkpoint import checksum, load_state, save_heads, save_state
 from heads.errors import ConfigError
+from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.loops import openrlhf as ours
 from medusa_ppo.loops.loop_versions import CHECKED, require_loop
+from medusa_ppo.plugin.medusa_plugin import heads_for_table
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -233,17 +235,27 @@ def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.Monkey
     args = Namespace(rollout=Namespace(temperature=1.0, top_p=1.0), medusa=build_config({}))
     worker.strategy = Namespace(ring_attn_group=None, get_rank=lambda: 0, args=args)
 
-    for prompt, answer in rows:  # one experience each, padded on the right as OpenRLHF pads them
-        length = len(prompt) + len(answer)
-        sequences = torch.zeros(1, length + 2, dtype=torch.int64)
-        attention = torch.zeros(1, length + 2, dtype=torch.int64)
-        sequences[0, :length] = torch.tensor([*prompt, *answer])
-        attention[0, :length] = 1
-        actions = torch.zeros(1, length + 1, dtype=torch.int64)
-        actions[0, len(prompt) - 1 : length - 1] = 1
-        worker.forward(sequences=sequences, action_mask=actions, attention_mask=attention)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
 
-    taken = worker.medusa_take(4, WantedRows(torch.tensor([0, 3]), embedding=True))
+    def score() -> None:
+        for prompt, answer in rows:  # one experience each, padded on the right as OpenRLHF does it
+            length = len(prompt) + len(answer)
+            sequences = torch.zeros(1, length + 2, dtype=torch.int64)
+            attention = torch.zeros(1, length + 2, dtype=torch.int64)
+            sequences[0, :length] = torch.tensor([*prompt, *answer])
+            attention[0, :length] = 1
+            actions = torch.zeros(1, length + 1, dtype=torch.int64)
+            actions[0, len(prompt) - 1 : length - 1] = 1
+            worker.forward(sequences=sequences, action_mask=actions, attention_mask=attention)
+
+    wanted = WantedRows(torch.tensor([0, 3]), embedding=True)
+    worker.medusa_expect(0)
+    score()
+    assert worker.medusa_take(3, wanted) is None  # The companion rests: nothing was tapped.
+    worker.medusa_expect(sum(len(answer) for _, answer in rows))
+    score()
+
+    taken = worker.medusa_take(4, wanted)
     batch, sent = taken.batch, taken.rows
     assert torch.equal(sent.lm_head_RD, model.lm_head.weight[sent.lm_head_ids_R])
     assert len(sent.lm_head_RD) < len(model.lm_head.weight)
@@ -252,6 +264,50 @@ def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.Monkey
     torch.testing.assert_close(batch.hidden_MD, states_MD, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(batch.logprobs_M, logprobs_M, rtol=1e-4, atol=1e-5)
     assert batch.prompts_S.tolist() == [0, 1, 0] and batch.policy_version == 4
+
+
+def test_the_rows_of_its_replay_buffer_are_those_that_it_trains_on() -> None:
+    """Without the padding, as its own `remove_padding_in_sequences` leaves them; a row whose
+    actions are interrupted is left out.
+    """
+    from openrlhf.trainer.ppo_utils.experience import (
+        Experience,
+        remove_padding_in_sequences,
+        split_experience_batch,
+    )
+
+    experience = Experience(
+        sequences=torch.tensor([[0, 5, 6, 7, 8, 0], [4, 5, 6, 7, 8, 9], [4, 5, 6, 7, 8, 0]]),
+        attention_mask=torch.tensor([[0, 1, 1, 1, 1, 0], [1] * 6, [1, 1, 1, 1, 1, 0]]),
+        action_mask=torch.tensor([[0, 0, 1, 1, 0], [0, 1, 0, 1, 1], [1, 1, 1, 1, 0]]).bool(),
+        action_log_probs=torch.arange(15.0).view(3, 5),
+    )
+    items = remove_padding_in_sequences(split_experience_batch(experience))
+    prompts, responses, logprobs = ours.buffered_rows(items)
+    assert prompts == [[5, 6], [4]] and responses == [[7, 8], [5, 6, 7, 8]]
+    assert [values.tolist() for values in logprobs] == [[2.0, 3.0], [10.0, 11.0, 12.0, 13.0]]
+    for item in items:
+        item.action_log_probs = None
+    assert ours.buffered_rows(items)[2] is None
+
+
+def test_engines_that_feed_themselves_need_the_companions_heads(
+    small_actor: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=r"heads\.path"):
+        ours.served_arguments(build_config({}))
+    table = load_actor(small_actor).lm_head.weight
+    config = build_config({"heads": {"num_heads": 2}, "engine": {"extra": {"max_num_seqs": 3}}})
+    save_heads(tmp_path, heads_for_table(config, table), lm_head_VD=table)
+    config = config.model_copy(
+        update={"heads": config.heads.model_copy(update={"path": str(tmp_path)})}
+    )
+    arguments = ours.served_arguments(config)(str(small_actor))
+    assert arguments.pop("max_num_seqs") == 3
+    # OpenRLHF's own worker extension stays.
+    assert set(arguments) == {"speculative_config", "additional_config", "disable_log_stats"}
+    assert arguments["additional_config"]["medusa_ppo_drafting"]["choose"]
+    assert arguments["speculative_config"]["model"] == str(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -274,6 +330,8 @@ def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(name: str):
     setattr(getattr(args, section), key, 2)
     with pytest.raises(ConfigError, match=f"--{name}"):
         refuse("OpenRLHF", ours.unsupported(args))
+    # With a stand-alone companion no trainer is replaced, so any may run.
+    assert any(ours.unsupported(args, tapped=True).values()) == (key != "async_enable")
 
 
 @pytest.fixture

@@ -21,17 +21,32 @@ pytest.importorskip(
 
 from safetensors.torch import load_file
 
+from medusa_ppo.companion.companion_link import COMPANION_TOKEN
 from medusa_ppo.contract import metrics as names
+from medusa_ppo.loops.worker_tap import COMPANION
 from medusa_ppo.reports.store import read_run
+from medusa_ppo.vllm_plugin.speculation import FEED
+from tests.medusa_ppo.loops.served_desk import served_desk
 
 HERE = Path(__file__).resolve().parent
 STEPS, PROMPTS, RESPONSES, TOKENS = 10, 8, 4, 24
+EPISODES = 3
 MEDUSA = f"""
 heads: {{num_heads: 2}}
 companion: {{learning_rate: 0.01, epochs: 8, batch_positions: 256, wait: true}}
 engine:
   num_drafts: 2
   extra: {{kv_cache_memory_bytes: {64 * 1024**2}, max_num_seqs: 16}}
+"""
+
+
+SERVED = f"""
+heads: {{path: HEADS}}
+engine:
+  num_drafts: 2
+  extra:
+    kv_cache_memory_bytes: {64 * 1024**2}
+    max_num_seqs: 16
 """
 
 
@@ -67,21 +82,24 @@ def arguments(actor: Path, out: Path) -> list[str]:
     ]
 
 
+def words(out: Path) -> None:
+    """Writes the prompts."""
+    texts = [
+        f"{name} has {n} {what} ."
+        for name, what in (("Mia", "pens"), ("Tom", "books"))
+        for n in range(2, 42)
+    ]
+    assert len(texts) == STEPS * PROMPTS
+    (out / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": text}) for text in texts))
+
+
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 def test_openrlhf_trains_the_actor_and_the_heads_follow(
     chain_actor: Path, tmp_path: Path, train: Callable[..., str]
 ) -> None:
-    words = [
-        f"{name} has {n} {what} ."
-        for name, what in (("Mia", "pens"), ("Tom", "books"))
-        for n in range(2, 42)
-    ]
-    assert len(words) == STEPS * PROMPTS
-    (tmp_path / "prompts.jsonl").write_text(
-        "\n".join(json.dumps({"prompt": text}) for text in words)
-    )
+    words(tmp_path)
     (tmp_path / "heads.yaml").write_text(MEDUSA)
     command = [
         sys.executable,
@@ -106,3 +124,54 @@ def test_openrlhf_trains_the_actor_and_the_heads_follow(
     assert any(not torch.equal(start[name].float(), end[name].float()) for name in start), (
         "the actor has not changed"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_heads_follow_an_actor_that_is_trained_asynchronously(
+    chain_actor: Path,
+    tmp_path: Path,
+    train: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`--train.async_enable` with partial rollouts: the engine goes on with newer weights in the
+    middle of answers. Workers tap their update for a stand-alone companion, and the engine loads
+    newer heads from a feed.
+    """
+    words(tmp_path)
+    monkeypatch.setenv(COMPANION_TOKEN, "a token")
+    (tmp_path / "heads.yaml").write_text(SERVED.replace("HEADS", str(tmp_path / "heads")))
+    command = [
+        sys.executable,
+        str(HERE / "openrlhf_on_cpu.py"),
+        "--medusa",
+        str(tmp_path / "heads.yaml"),
+        *arguments(chain_actor, tmp_path),
+        "--train.async_enable",
+        "--train.partial_rollout_enable",
+        # A step takes little more than a second, and an engine asks the feed every other one.
+        "--train.num_episodes",
+        str(EPISODES),
+    ]
+    learning = {"learning_rate": 0.01, "epochs": 8, "batch_positions": 256}
+    with served_desk(chain_actor, tmp_path, learning) as served:
+        ours = {COMPANION: served.address, FEED: str(tmp_path / "feed")}
+        # The engine's log names each version that it loads.
+        ours |= {"DS_ACCELERATOR": "cpu", "VLLM_LOGGING_LEVEL": "INFO"}
+        said = train(command, ours, 800)
+        status = served.desk.status()
+
+    versions = [batch.policy_version for batch in served.seen]
+    # A step takes a second; where the companion falls behind, the newest rows take the place of
+    # those that wait.
+    steps = EPISODES * STEPS
+    assert len(versions) >= 0.7 * steps and versions == sorted(set(versions))
+    rows = sum(batch.hidden_MD.shape[0] + batch.left_out for batch in served.seen)
+    assert rows >= 0.5 * steps * PROMPTS * RESPONSES * TOKENS
+    assert status.versions_published >= 1 and not status.error
+    print("versions published:", status.versions_published, "serving:", status.serving)
+    # The engine loaded a version by itself. OpenRLHF shows no acceptance; the companion's estimate
+    # of the serving heads on the last rows is exact for them.
+    assert "is serving; loading took" in said
+    assert status.serving is not None and status.serving.mean_acceptance_length > 1.5

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.loops.loop_versions import require_loop
+from medusa_ppo.loops.worker_tap import COMPANION
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -142,6 +144,43 @@ def test_the_worker_has_what_we_tap(ours: Any):
         )  # Of all ranks: the one that reports is not always the first.
         assert (asked["dispatch_mode"], asked["execute_mode"]) == (Dispatch.ONE_TO_ALL, Execute.ALL)
     assert "return torch.distributed.get_rank()" in source(FSDPEngine.get_data_parallel_rank)
+
+
+def test_a_tapped_worker_is_called_as_verls_own(ours: Any) -> None:
+    from verl.single_controller.base.decorator import MAGIC_ATTR
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    from medusa_ppo.loops.verl.verl_tap import tap_worker
+
+    class Worker(ActorRolloutRefWorker):  # type: ignore[misc]
+        """Tapped in the place of verl's own."""
+
+    tap_worker(Worker)
+    for method in ("compute_log_prob", "update_actor"):
+        pair = [getattr(kind, method) for kind in (ActorRolloutRefWorker, Worker)]
+        assert pair[0] is not pair[1] and parameters(pair[1]) == ["self", "data"]
+        theirs, tapped = (getattr(found, MAGIC_ATTR) for found in pair)
+        assert theirs.keys() == tapped.keys()
+        for name in ("execute_mode", "blocking"):
+            assert theirs[name] == tapped[name]
+        # A mode is a pair of functions for a mesh, made anew for each method.
+        for part in ("dispatch_fn", "collect_fn"):
+            found = [attributes["dispatch_mode"][part] for attributes in (theirs, tapped)]
+            assert found[0].func is found[1].func and found[0].args == found[1].args == ("actor",)
+
+
+def test_a_tap_refuses_what_it_cannot_read_by_name(ours: Any) -> None:
+    from medusa_ppo.loops.verl.verl_tap import _tap_of
+
+    worker = SimpleNamespace(config=verl_config(True).actor_rollout_ref)
+    with pytest.raises(ConfigError, match=r"strategy=megatron \(not fsdp or fsdp2\)"):
+        _tap_of(worker)
+
+
+def test_one_companion_at_a_time(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(COMPANION, "http://127.0.0.1:8461")
+    (on,) = [name for name, is_on in ours.unsupported(verl_config()).items() if is_on]
+    assert on.startswith(COMPANION)
 
 
 def test_rows_and_log_probs_of_a_nested_batch(ours: Any):

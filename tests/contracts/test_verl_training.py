@@ -101,6 +101,17 @@ def settings(actor: Path, out: Path, ranks: int) -> dict[str, Any]:
     }
 
 
+def environment(out: Path) -> dict[str, str]:
+    """Puts verl_on_cpu.py into each of verl's processes; verl's metrics go to OUT/verl.jsonl."""
+    return {
+        "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
+        "VERL_PLATFORM": "medusa-test-cpu",
+        "VERL_ENGINE_DEVICE": "cuda",
+        "VERL_FILE_LOGGER_PATH": str(out / "verl.jsonl"),
+        "HYDRA_FULL_ERROR": "1",
+    }
+
+
 def words(out: Path) -> None:
     """Writes the prompts."""
     texts = [
@@ -126,20 +137,13 @@ def test_verl_trains_the_actor_and_the_heads_follow(
     chain_actor: Path, tmp_path: Path, train: Callable[..., str]
 ) -> None:
     words(tmp_path)
-    environment = {
-        "VERL_USE_EXTERNAL_MODULES": "verl_on_cpu",
-        "VERL_PLATFORM": "medusa-test-cpu",
-        "VERL_ENGINE_DEVICE": "cuda",
-        "VERL_FILE_LOGGER_PATH": str(tmp_path / "verl.jsonl"),
-        "HYDRA_FULL_ERROR": "1",
-    }
     command = [
         sys.executable,
         "-m",
         "verl.trainer.main_ppo",
         *(f"{key}={value}" for key, value in settings(chain_actor, tmp_path, 1).items()),
     ]
-    train(command, environment, 900, RAY_FOLDER)
+    train(command, environment(tmp_path), 900, RAY_FOLDER)
 
     theirs = [
         json.loads(line)["data"] for line in (tmp_path / "verl.jsonl").read_text().splitlines()

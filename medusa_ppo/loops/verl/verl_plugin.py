@@ -1,5 +1,6 @@
 """verl loads this in each of its processes (entry point `verl.plugins`): it imports our trainer
-when verl's own is imported.
+when verl's own is imported, and with MEDUSA_PPO_COMPANION in the environment it lets verl's actor
+workers be tapped.
 
 verl's trainer takes long to import, and most of verl's processes never do. So nothing of verl is
 imported here.
@@ -10,16 +11,20 @@ from __future__ import annotations
 import importlib.abc
 import importlib.util
 import logging
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from medusa_ppo.loops.worker_tap import COMPANION
+
 logger = logging.getLogger(__name__)
 
 AFTER = "verl.trainer.ppo.v1.trainer_sync"
 OURS = "medusa_ppo.loops.verl.verl_trainer"
+WORKERS = "verl.workers.engine_workers"
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
@@ -63,4 +68,12 @@ def _bring_ours() -> None:
         )
 
 
+def _tap_workers() -> None:
+    from medusa_ppo.loops.verl.verl_tap import tap_worker
+
+    tap_worker(sys.modules[WORKERS].ActorRolloutRefWorker)
+
+
 sys.meta_path.insert(0, AfterImport(AFTER, _bring_ours))
+if os.environ.get(COMPANION):
+    sys.meta_path.insert(0, AfterImport(WORKERS, _tap_workers))

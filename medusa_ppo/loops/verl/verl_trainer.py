@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from omegaconf import OmegaConf, open_dict
 from torch import nn
 from verl.single_controller.base.decorator import (
@@ -40,7 +40,6 @@ from verl.single_controller.base.decorator import (
 )
 from verl.trainer.ppo.v1.trainer_base import register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
-from verl.utils.device import get_device_name
 from verl.workers.engine_workers import ActorRolloutRefWorker
 from verl.workers.rollout.replica import RolloutReplicaRegistry
 
@@ -50,7 +49,7 @@ from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.loops.attachment import as_config
 from medusa_ppo.loops.loop_versions import require_loop
-from medusa_ppo.loops.passes import PassTap, Row, RowTap
+from medusa_ppo.loops.passes import PassTap, RowTap
 from medusa_ppo.loops.remote import (
     RemoteAttachment,
     Tables,
@@ -60,12 +59,21 @@ from medusa_ppo.loops.remote import (
     refuse,
     sum_counters,
 )
+from medusa_ppo.loops.verl.verl_tap import (
+    FSDP,
+    on_device,
+    response_logprobs,
+    rows_of,
+    sampling_of,
+    unsupported_actor,
+)
+from medusa_ppo.loops.worker_tap import COMPANION
 
 logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "medusa_ppo.loops.verl.verl_server.MedusaVerlWorker"
 MEGATRON = "megatron"
-STRATEGIES = ("fsdp", "fsdp2", MEGATRON)
+STRATEGIES = (*FSDP, MEGATRON)
 ACTOR_ROLES = ("actor", "actor_rollout", "actor_rollout_ref")
 
 
@@ -76,11 +84,12 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
 
     _medusa_tap: RowTap | None = None
     _medusa_tables: WorkerTables | None = None
+    _medusa_wanted: bool = False
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: Any) -> Any:
         # One replica's rows are enough for heads; gathering all would cost the loop bandwidth.
-        if self.actor.engine.get_data_parallel_rank() != 0:
+        if not self._medusa_wanted or self.actor.engine.get_data_parallel_rank() != 0:
             return super().compute_log_prob(data)
         # Created at the first pass: a separate call builds the engine, after the constructor.
         if self._medusa_tap is None:
@@ -93,6 +102,11 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
             logprobs = response_logprobs(output["log_probs"], data["response_mask"])
             self._medusa_tap.add_logprobs([logprobs[i] for i in kept])
         return output
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def medusa_expect(self, wanted: bool) -> None:
+        """Whether the states of the next log-prob pass are wanted."""
+        self._medusa_wanted = wanted
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def medusa_take(self, policy_version: int, wanted: WantedRows | None) -> Taken | None:
@@ -127,16 +141,6 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
                 HFActor(self.actor.engine.module, reports=self.rank == 0)
             )
         return self._medusa_tables
-
-
-@contextlib.contextmanager
-def on_device(engine: Any) -> Iterator[None]:
-    """During the block, weights that verl keeps off the GPU are on it."""
-    if engine.is_param_offload_enabled:
-        engine.to(get_device_name(), model=True, optimizer=False, grad=False)
-    yield
-    if engine.is_param_offload_enabled:
-        engine.to("cpu", model=True, optimizer=False, grad=False)
 
 
 def engine_tap(engine: Any, config: Any) -> RowTap:
@@ -223,13 +227,6 @@ class MegatronEngineTap(RowTap):
             del engine.forward_step  # Restores the class's own method.
 
 
-def sampling_of(rollout: Any) -> Sampling:
-    """verl's sampling of its rollouts in our form."""
-    return Sampling(
-        temperature=rollout.temperature, top_p=rollout.top_p, top_k=max(int(rollout.top_k), 0)
-    )
-
-
 @register_trainer("medusa_sync")
 class MedusaPPOTrainerSync(PPOTrainerSync):
     """verl's trainer, with the heads' companion beside it."""
@@ -281,15 +278,16 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
             self.medusa.synced(lost_heads=True)
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if self.medusa is None:
+            return super()._compute_old_log_prob(batch, metrics)
+        workers = self.actor_rollout_wg
+        wanted = self.medusa.generated(sampling_of(self.config.actor_rollout_ref.rollout))
+        workers.medusa_expect(wanted)
         batch = super()._compute_old_log_prob(batch, metrics)
-        if self.medusa is not None:
-            sampling = sampling_of(self.config.actor_rollout_ref.rollout)
-            taken = self.actor_rollout_wg.medusa_take(
-                # verl counts steps from 1, and a step's rollouts come before its update.
-                self.global_steps - 1,
-                self.medusa.wanted_rows(),
-            )
-            self.medusa.scored(list(_each(taken)), sampling)
+        if wanted:
+            # verl counts steps from 1, and a step's rollouts come before its update.
+            taken = workers.medusa_take(self.global_steps - 1, self.medusa.wanted_rows())
+            self.medusa.scored(list(_each(taken)))
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -341,18 +339,15 @@ def unsupported(config: Any) -> dict[str, bool]:
         "actor_rollout_ref.actor.megatron.use_megatron_fsdp": bool(
             megatron.get("use_megatron_fsdp", False)
         ),
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size > 1": (
-            int(actor.get("ulysses_sequence_parallel_size", 1)) > 1
-        ),
-        "actor_rollout_ref.model.lora_rank > 0": int(model.get("lora_rank", 0)) > 0,
-        "actor_rollout_ref.model.lora.rank > 0": int((model.get("lora") or {}).get("rank", 0)) > 0,
-        "actor_rollout_ref.model.lora_adapter_path": bool(model.get("lora_adapter_path")),
-        "actor_rollout_ref.model.mtp.enable": bool((model.get("mtp") or {}).get("enable", False)),
+        **unsupported_actor(config.actor_rollout_ref),
         "actor_rollout_ref.rollout.data_parallel_size > 1": (
             int(rollout.get("data_parallel_size", 1)) > 1
         ),
         "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config": bool(
             kwargs.get("speculative_config")
+        ),
+        f"{COMPANION} (a companion of its own; this mode starts one)": bool(
+            os.environ.get(COMPANION)
         ),
         "algorithm.rollout_correction.bypass_mode (there is no log-prob pass to tap)": bool(
             correction.get("bypass_mode", False)
@@ -378,35 +373,6 @@ def configure(config: Any, medusa: RemoteAttachment) -> None:
         rollout.engine_kwargs = kwargs
         config.actor_rollout_ref.medusa_bytes = medusa.config.companion.queue_bytes
         config.actor_rollout_ref.medusa_ahead = medusa.config.heads.num_heads
-
-
-def rows_of(data: Any) -> tuple[list[Row], list[int]]:
-    """The prompts and responses in verl's nested batch that heads can learn from, and the indices
-    of their rows.
-
-    Rows with tokens between the response's own (tools' answers) are left out.
-    """
-    rows = []
-    kept = []
-    for index, (ids, mask) in enumerate(
-        zip(data["input_ids"].unbind(), data["response_mask"].unbind(), strict=True)
-    ):
-        if mask.numel() and bool(mask.bool().all()):
-            tokens = ids.tolist()
-            first = ids.numel() - mask.numel()
-            rows.append((tokens[:first], tokens[first:]))
-            kept.append(index)
-    return rows, kept
-
-
-def response_logprobs(log_probs: torch.Tensor, response_mask: torch.Tensor) -> list[torch.Tensor]:
-    """The response part of verl's log-probs, row by row: they are nested over prompt and response,
-    and shifted left by one.
-    """
-    pairs = zip(log_probs.unbind(), response_mask.unbind(), strict=True)
-    return [
-        values[values.numel() - mask.numel() - 1 : values.numel() - 1] for values, mask in pairs
-    ]
 
 
 def _load_replica() -> type[Any]:

@@ -92,8 +92,8 @@ def test_a_large_vocabulary_is_drafted_from_in_part(model: Path, tmp_path: Path)
     heads = heads_folder(tmp_path / "heads", vocab=size)
     plan = plan_launch(model, heads, EngineConfig(), 0)
     assert plan.drafting["draft_vocab"] == 8192
-    own = plan.engine_args["additional_config"]
-    assert own["medusa_ppo_draft_vocab"] == 8192, "vLLM profiles memory before it is configured"
+    own = plan.engine_args["additional_config"]["medusa_ppo_drafting"]
+    assert own["draft_vocab"] == 8192, "vLLM profiles memory before it is configured"
     assert plan_launch(model, heads, EngineConfig(draft_vocab=0), 0).drafting["draft_vocab"] == 0
     assert "draft_vocab" not in plan_launch(model, None, EngineConfig(), 0).drafting
 

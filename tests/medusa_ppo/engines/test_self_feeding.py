@@ -32,6 +32,7 @@ from medusa_ppo.feeds.http_feed import FEED_TOKEN, open_feed
 from medusa_ppo.vllm_plugin import feed_watch, installation, self_feeding
 from medusa_ppo.vllm_plugin.confirm import fixed_inputs, fixed_sampling
 from medusa_ppo.vllm_plugin.feed_watch import FeedWatch
+from medusa_ppo.vllm_plugin.second_set import THREAD, SecondSet
 from medusa_ppo.vllm_plugin.self_feeding import FEEDER
 from medusa_ppo.vllm_plugin.speculation import FEED, speculation
 from tests.medusa_ppo.conftest import cpu_alone, on_two_gpus
@@ -441,6 +442,34 @@ def test_a_version_from_a_feed_drafts_what_a_swap_of_the_same_heads_drafts(
     assert seen() == fed and other != fed
 
 
+@cpu_alone
+def test_heads_whose_preparation_failed_beside_the_engine_are_prepared_between_two_steps(
+    engine: ColocatedEngine,
+    actor: Actor,
+    publisher: Publisher,
+    feeding: Callable[[str], FeedWatch],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A loop may load the actor meanwhile: vLLM's `reload_weights` takes its tables apart for a
+    moment, and a thread that reads one then finds a tensor without memory.
+    """
+    plainly = SecondSet._plainly
+    failed: list[str] = []
+
+    def none_beside(self: SecondSet) -> list[torch.Tensor]:
+        thread = threading.current_thread().name
+        if thread.startswith(THREAD):
+            failed.append(thread)
+            raise RuntimeError("Tensor on device meta is not on the expected device cpu!")
+        return plainly(self)
+
+    monkeypatch.setattr(SecondSet, "_plainly", none_beside)
+    newest = publisher.publish(1)
+    watch = feeding(str(publisher.folder))
+    take_newest(engine, actor, watch, 1)
+    assert failed and engine.checksums()["heads"] == newest.checksum
+
+
 @pytest.mark.slow
 def test_what_a_loop_passes_is_vllms_own_configuration_and_an_address(
     actor: Actor,
@@ -462,10 +491,12 @@ def test_what_a_loop_passes_is_vllms_own_configuration_and_an_address(
         skip_tokenizer_init=True,
         gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=1 << 28,
-        **speculation(str(actor.heads_path), 4, sampled=False),
+        **speculation(str(actor.heads_path), 4, {"num_drafts": 3, "choose": True}),
     )
     core = llm.llm_engine.engine_core.engine_core
     try:
+        (held,) = core.collective_rpc("medusa_configure", args=({},))
+        assert (held["num_drafts"], held["choose"], held["sampled"]) == (3, True, True)
         asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in actor.prompts[:8]]
         greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
         first = [answer.outputs[0].token_ids for answer in llm.generate(asked, greedy)]

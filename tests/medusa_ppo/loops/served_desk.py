@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,9 @@ from medusa_ppo.loops.loop_versions import replaced
 from tests.medusa_ppo.companion.conftest import until
 
 
-def desk_config(folder: Path, **engine: Any) -> Any:
+def desk_config(folder: Path, companion: Mapping[str, Any] | None = None, **engine: Any) -> Any:
     section = {"feed": str(folder / "feed"), "batch_positions": 64, "num_gpus": 0}
+    section |= companion or {}
     return build_config({"heads": {"num_heads": 2}, "companion": section, "engine": engine})
 
 
@@ -37,11 +38,15 @@ class ServedDesk:
 
 
 @contextlib.contextmanager
-def served_desk(actor: Path, folder: Path, **engine: Any) -> Iterator[ServedDesk]:
-    """MEDUSA_PPO_COMPANION_TOKEN must be set. `engine`: settings of the section."""
+def served_desk(
+    actor: Path, folder: Path, companion: Mapping[str, Any] | None = None, **engine: Any
+) -> Iterator[ServedDesk]:
+    """MEDUSA_PPO_COMPANION_TOKEN must be set. `companion`, `engine`: settings of these sections.
+    The feed is FOLDER/feed, the heads to start with are FOLDER/heads.
+    """
     with replaced(served_companion, "settle", lambda config: None):  # This very process.
         arguments, tables = served_companion._arguments(
-            desk_config(folder, **engine), str(actor), folder / "heads", None
+            desk_config(folder, companion, **engine), str(actor), folder / "heads", None
         )
         holder = served_companion._Desk(arguments, tables)
     server = CompanionServer(holder.desk, "127.0.0.1", 0)

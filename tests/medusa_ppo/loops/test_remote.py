@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -31,7 +31,7 @@ from medusa_ppo.actors.hf import HFActor, load_actor
 from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
-from medusa_ppo.contract.rollouts import Counters, Sampling
+from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
 from medusa_ppo.loops import remote
 from medusa_ppo.loops.passes import PassTap
 from medusa_ppo.loops.remote import (
@@ -147,6 +147,7 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
     tables = WorkerTables(HFActor(actor))
     rows = rows_of(actor, 64)
     for step in range(2):
+        assert attachment.generated(Sampling())
         with torch.no_grad(), tap.watch(rows):
             ids = torch.tensor([prompt + answer for prompt, answer in rows])
             logits = actor(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
@@ -157,7 +158,7 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
             ]
         )
         taken = tables.taken(tap.take(step), attachment.wanted_rows())
-        attachment.scored([None, taken], Sampling())
+        attachment.scored([None, taken])
         with torch.no_grad():
             actor.lm_head.weight.mul_(1.01)
         attachment.updated(step + 1)
@@ -182,6 +183,34 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
     sent = [step[names.TABLE_BYTES] for step in run.steps]
     assert sent[0] > 0 and sent[-1] <= 2 * 2 * actor.lm_head.weight.nbytes
     assert workers.calls.count("medusa_target_changed") == 2
+
+
+class RestingPlugin:
+    """Wants the states of every second batch."""
+
+    def __init__(self) -> None:
+        self.seen: list[Rollouts] = []
+
+    def rollout_ready(self, rollouts: Rollouts) -> object | None:
+        self.seen.append(rollouts)
+        return object() if len(self.seen) % 2 else None
+
+
+def test_a_loop_is_told_when_the_companion_wants_no_states(chain_actor: Path, tmp_path: Path):
+    """Acceptance is counted all the same: it is what wakes the companion."""
+    attachment = RemoteAttachment(
+        build_config({"heads": {"num_heads": 2}}), str(chain_actor), tmp_path / "medusa"
+    )
+    assert not attachment.generated(Sampling()), "no engine yet"
+    totals = iter([Counters(10, 20, 5, (4, 1)), Counters(30, 60, 25, (16, 9))])
+    attachment.attach(RemoteWorkers(), lambda: next(totals))
+    plugin = RestingPlugin()
+    attachment.plugin = cast(Any, plugin)
+    assert attachment.generated(Sampling()) and not attachment.generated(Sampling())
+    assert [rollouts.counters for rollouts in plugin.seen] == [
+        Counters(10, 20, 5, (4, 1)),
+        Counters(20, 40, 20, (12, 8)),
+    ]
 
 
 @pytest.mark.parametrize("tied", [True, False])

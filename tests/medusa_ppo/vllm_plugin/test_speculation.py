@@ -21,11 +21,9 @@ def test_an_engine_is_told_of_the_heads_as_its_release_takes_them(
     installed: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speculation, "vllm_version", lambda: installed)
-    told = speculation.speculation("/some/heads", 3, sampled=True)
-    assert (
-        told["speculative_config"]["method"] == method
-        and told["additional_config"]["medusa_ppo_sampled"]
-    )
+    told = speculation.speculation("/some/heads", 3, {"sampled": False})
+    assert told["speculative_config"]["method"] == method
+    assert told["additional_config"]["medusa_ppo_drafting"] == {"sampled": False}
     speculative = SimpleNamespace(
         **told["speculative_config"], draft_model_config=SimpleNamespace(model="/some/heads")
     )
@@ -34,7 +32,7 @@ def test_an_engine_is_told_of_the_heads_as_its_release_takes_them(
     )
     assert speculation.heads_folder(config) == "/some/heads"
     assert speculation.rule_of(speculative) == "standard", "V1's kernels know no other"
-    as_block = speculation.speculation("/some/heads", 3, sampled=True, block=True)
+    as_block = speculation.speculation("/some/heads", 3, {"sampled": False}, block=True)
     assert as_block["speculative_config"].pop("rejection_sample_method") == "block"
     assert as_block == told
     speculative.method = "ngram"
