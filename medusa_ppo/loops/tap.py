@@ -21,7 +21,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -83,6 +84,7 @@ class CompanionTap:
         rank: int | None = None,
         ranks: int | None = None,
         version: int = 0,
+        reading: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         """Ask the companion which actor it serves.
 
@@ -94,6 +96,8 @@ class CompanionTap:
             rank, ranks: this process among those that have rows, and their number; None: as
                 torch.distributed says, and the companion's answer to the first one holds for all.
             version: the actor's version, counted in the loop's updates.
+            reading: a context in which the actor's tables can be read, for loops that keep them
+                elsewhere between their passes.
 
         Raises:
             ConfigError: the address is invalid, or the sampling parameters are.
@@ -118,10 +122,14 @@ class CompanionTap:
         self._link = open_link(address)
         # Checked on every rank before any continues, so that an error reaches all of them.
         wish = self._link.ask()
-        # On every rank, because sharded tables are gathered.
-        self._actor.refresh()
-        if self._rank == 0:
-            self._check(wish, address)
+        self._reading = reading
+        # Whether the tables may have changed since they were gathered.
+        self._stale = False
+        with reading():
+            # On every rank, because sharded tables are gathered.
+            self._actor.refresh()
+            if self._rank == 0:
+                self._check(wish, address)
         self._rows = _PolicyTap(actor, self._sampling, NO_BOUND, wish.ahead)
         self._sender = _Sender(self._link, wish)
         self._version = self._tables_version = version
@@ -170,6 +178,8 @@ class CompanionTap:
         most = self._wanted() // self._ranks
         # Asked on every rank or on none, whatever rows it has.
         ids = self._token_ids(rows) if most and logprobs is not None else None
+        if most and self._together:
+            self._refresh()
         wanted = min(tokens, most)
         if not wanted:
             self._sender.pass_over(bool(tokens))
@@ -177,7 +187,8 @@ class CompanionTap:
             yield
             return
         # Tables are copied before the pass, because the loop may update them right after it.
-        tables = self._changed_tables(ids)
+        with self._reading():
+            tables = self._changed_tables(ids)
         self._rows.expect(tokens, wanted)
         self.exposed_s += time.perf_counter() - began
         with self._rows.watch([(prompt, completion) for prompt, completion, _ in rows]):
@@ -213,8 +224,9 @@ class CompanionTap:
         self._end_open()
         began = time.perf_counter()
         self._version = self._version + 1 if version is None else version
-        if self._actor.refresh():
-            self._tables_version = self._version
+        self._stale = True
+        if not self._together:
+            self._refresh()
         self._number += 1
         self.exposed_s += time.perf_counter() - began
 
@@ -260,6 +272,21 @@ class CompanionTap:
             stack.__exit__(GeneratorExit, GeneratorExit(), None)
             return
         stack.close()
+
+    @property
+    def _together(self) -> bool:
+        """Whether the processes know of each other's calls what is wanted. Then tables are gathered
+        only if a step's rows are, right before its pass.
+        """
+        return self._meets or self._ranks == 1
+
+    def _refresh(self) -> None:
+        """Gather the tables on every rank, if they may have changed."""
+        if self._stale:
+            self._stale = False
+            with self._reading():
+                if self._actor.refresh():
+                    self._tables_version = self._version
 
     def _wanted(self) -> int:
         """Rows wanted from all processes together. Each process has its own answer, from a

@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 import torch
@@ -163,12 +164,12 @@ def test_heads_follow_an_actor_that_is_trained_asynchronously(
         status = served.desk.status()
 
     versions = [batch.policy_version for batch in served.seen]
-    # A step takes a second; where the companion falls behind, the newest rows take the place of
-    # those that wait.
-    steps = EPISODES * STEPS
-    assert len(versions) >= 0.7 * steps and versions == sorted(set(versions))
-    rows = sum(batch.hidden_MD.shape[0] + batch.left_out for batch in served.seen)
-    assert rows >= 0.5 * steps * PROMPTS * RESPONSES * TOKENS
+    # A step takes a second, and the companion wants nothing while it trains.
+    assert len(versions) >= STEPS and versions == sorted(set(versions))
+    assert max(versions) >= (EPISODES - 1) * STEPS
+    # Every row of a batch that it took, but for those with a single token or interrupted.
+    rows = fmean(batch.hidden_MD.shape[0] + batch.left_out for batch in served.seen)
+    assert rows >= 0.7 * PROMPTS * RESPONSES * TOKENS
     assert status.versions_published >= 1 and not status.error
     print("versions published:", status.versions_published, "serving:", status.serving)
     # The engine loaded a version by itself. OpenRLHF shows no acceptance; the companion's estimate

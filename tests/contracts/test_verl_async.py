@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 
@@ -39,8 +40,16 @@ COMPANION_SETTINGS = {"learning_rate": 0.01, "epochs": 8, "batch_positions": 256
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize(
+    ("ranks", "bypass"),
+    [
+        pytest.param(1, False, id="one"),
+        pytest.param(1, True, id="bypass"),
+        pytest.param(2, False, id="two"),
+    ],
+)
 def test_heads_follow_an_actor_that_is_trained_asynchronously(
+    ranks: int,
     bypass: bool,
     chain_actor: Path,
     tmp_path: Path,
@@ -48,7 +57,7 @@ def test_heads_follow_an_actor_that_is_trained_asynchronously(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With verl's own log-prob pass, and in its bypass mode, where only the update is there to be
-    tapped.
+    tapped; with one worker, and with two (FSDP2 over gloo) and as many servers.
     """
     words(tmp_path)
     monkeypatch.setenv(COMPANION_TOKEN, "a token")
@@ -64,7 +73,7 @@ def test_heads_follow_an_actor_that_is_trained_asynchronously(
     }
     theirs = {
         name: value
-        for name, value in settings(chain_actor, tmp_path, 1).items()
+        for name, value in settings(chain_actor, tmp_path, ranks).items()
         if not name.startswith("+medusa")
     }
     command = [
@@ -87,11 +96,11 @@ def test_heads_follow_an_actor_that_is_trained_asynchronously(
     # one that was not the newest.
     worst = "training/off_policy/trajectory_staleness_worst/max"
     assert max(step[worst] for step in steps) >= 1
-    # Every step's rows reached the companion, of versions that only grow.
+    # The companion wants nothing while it trains on what came before, so some steps pass it by.
     versions = [batch.policy_version for batch in served.seen]
-    assert len(versions) >= STEPS - 2 and versions == sorted(set(versions))
-    rows = sum(batch.hidden_MD.shape[0] + batch.left_out for batch in served.seen)
-    assert rows >= 0.7 * (STEPS - 2) * PROMPTS * RESPONSES * TOKENS
+    assert len(versions) >= STEPS // 2 and versions == sorted(set(versions))
+    rows = fmean(batch.hidden_MD.shape[0] + batch.left_out for batch in served.seen)
+    assert rows >= 0.7 * PROMPTS * RESPONSES * TOKENS
     assert status.versions_published >= 1 and not status.error
     # The engine loaded a version by itself, and drafts with it were accepted.
     assert "is serving; loading took" in said

@@ -18,6 +18,7 @@ its processes (verl 0.9; tests/contracts/test_verl.py compares them with the ins
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -140,8 +141,7 @@ def tap_worker(worker: type[Any]) -> None:
         with contextlib.nullcontext() if scored else tap(*_sides(rows)):
             output = train(self, data)
         self.medusa_scored = False
-        with on_device(self.actor.engine):
-            tap.updated()
+        tap.updated()
         return output
 
     worker.compute_log_prob, worker.update_actor = compute_log_prob, update_actor
@@ -174,12 +174,12 @@ def _tap_of(worker: Any) -> CompanionTap:
         )
         sampling = sampling_of(worker.config.rollout)
         engine = worker.actor.engine
-        with on_device(engine):
-            tap = worker.medusa_tap = CompanionTap(
-                engine.module,
-                companion_address(),
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-            )
+        tap = worker.medusa_tap = CompanionTap(
+            engine.module,
+            companion_address(),
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            reading=functools.partial(on_device, engine),
+        )
     return tap

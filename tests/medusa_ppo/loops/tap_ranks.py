@@ -4,9 +4,11 @@ its own rows.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.companion.companion_link import open_link
 from medusa_ppo.loops.tap import CompanionTap
 
 
@@ -41,7 +44,7 @@ def main(
     responses = [
         torch.randint(0, 20, (3 + rank + n,), generator=generator).tolist() for n in (0, 2)
     ]
-    with CompanionTap(model, address) as tap:
+    with contextlib.closing(open_link(address)) as companion, CompanionTap(model, address) as tap:
         for step in range(steps):
             if rank and step == 1:
                 # Another answer than the first one's: what that one was told holds for both.
@@ -54,7 +57,15 @@ def main(
             optimizer.zero_grad()
             tap.updated()
             assert tap.drain(30), tap.problem
-            # The companion joins what came before the next step's parts.
+            # The companion joins what came before the next step's parts, and wants nothing while it
+            # trains on them.
+            dist.barrier()
+            while rank == 0 and companion.ask().trained <= step:
+                time.sleep(0.05)
+            dist.barrier()
+            with tap([], []):
+                pass
+            assert tap.drain(30), tap.problem
             dist.barrier()
         (out / f"rank{rank}.json").write_text(
             json.dumps({"responses": responses, "sent": tap.sent, "problem": tap.problem})

@@ -4,6 +4,7 @@ view, over HTTP and in a Ray; and no companion does anything to the loop.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -125,6 +126,47 @@ def test_a_loop_without_a_line_of_its_own(
     assert (first.policy_version, second.policy_version) == (0, 1)
     assert served[0].wish().tables_version == 1
     torch.testing.assert_close(served[0]._tables[0], actor.lm_head.weight.cpu())
+
+
+@torch.no_grad()
+def test_tables_are_read_only_for_rows_that_are_wanted(
+    served: tuple[Any, str], actor: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the companion wants nothing, an update costs nothing; then those tables are read that
+    the pass is about to use.
+    """
+    reads: list[str] = []
+
+    @contextlib.contextmanager
+    def reading() -> Iterator[None]:
+        reads.append("read")
+        yield
+
+    with CompanionTap(actor, served[1], reading=reading) as tap:
+        assert len(reads) == 1, "to check whose tables they are"
+        ask = tap._sender._link.ask
+        nothing = {"rows": 0}
+        monkeypatch.setattr(tap._sender._link, "ask", lambda: ask().model_copy(update=nothing))
+        with tap([], []):
+            pass
+        assert tap.drain(30)
+        for _ in range(3):
+            with tap(PROMPTS, COMPLETIONS):
+                score(actor, [0, 1, 2])
+            actor.lm_head.weight.add_(1.0)
+            tap.updated()
+            assert tap.drain(30)
+        assert len(reads) == 1 and tap.sent == 0
+        monkeypatch.setattr(tap._sender._link, "ask", ask)
+        with tap([], []):
+            pass
+        assert tap.drain(30)
+        with tap(PROMPTS, COMPLETIONS):
+            score(actor, [0, 1, 2])
+        assert tap.drain(30) and (tap.sent, tap.problem) == (1, "")
+    assert len(reads) == 3
+    torch.testing.assert_close(served[0]._tables[0], actor.lm_head.weight.cpu())
+    assert served[0].wish().tables_version == 3
 
 
 @torch.no_grad()
