@@ -47,9 +47,11 @@ def on_device(engine: Any) -> Iterator[None]:
     """During the block, weights that verl keeps off the GPU are on it."""
     if engine.is_param_offload_enabled:
         engine.to(get_device_name(), model=True, optimizer=False, grad=False)
-    yield
-    if engine.is_param_offload_enabled:
-        engine.to("cpu", model=True, optimizer=False, grad=False)
+    try:
+        yield
+    finally:
+        if engine.is_param_offload_enabled:
+            engine.to("cpu", model=True, optimizer=False, grad=False)
 
 
 def sampling_of(rollout: Any) -> Sampling:
