@@ -68,7 +68,7 @@ NOT_RUN = {
     "python benchmarks/companion_defaults.py": "takes an hour; tests/benchmarks has its parts",
     "python benchmarks/grown_actor.py": "a benchmark; tests/medusa_ppo/demo grows actors",
     "python benchmarks/curves.py": "a benchmark of an hour; tests/benchmarks has its figures",
-    "python benchmarks/same_responses.py": "a benchmark of minutes; it needs a trained actor and heads",
+    "python benchmarks/same_responses.py": "a benchmark; it needs an actor and its heads",
     "python benchmarks/trl_pairs.py": "a benchmark of an hour; the TRL tests import its parts",
     "python examples/trl_grpo.py": "takes minutes; loops/test_trl_grpo.py trains with its class",
     "python tests/robustness/load.py": "takes minutes; run before a release",
