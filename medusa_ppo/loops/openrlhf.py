@@ -358,7 +358,8 @@ def install(config: RunConfig) -> None:
     from openrlhf.trainer.ray import ppo_actor
 
     folder = [config.run_dir]
-    if os.environ.get(COMPANION):
+    tapped = bool(os.environ.get(COMPANION))
+    if tapped:
         _replace_engines(served_arguments(config))
         ppo_actor.PolicyModelActor = tapped_policy_actor()
     else:
@@ -378,7 +379,7 @@ def install(config: RunConfig) -> None:
     from openrlhf.utils import get_strategy
 
     def strategy_with_heads(args: Any) -> Any:
-        refuse("OpenRLHF", unsupported(args, tapped=bool(os.environ.get(COMPANION))))
+        refuse("OpenRLHF", unsupported(args, tapped=tapped))
         # The strategy carries the arguments to every actor, and our settings with them.
         args.medusa = config
         folder[0] = Path(args.ckpt.output_dir) / FOLDER

@@ -47,12 +47,8 @@ def test_answers_to_one_prompt_have_one_number() -> None:
 class FixedLengths:
     """Answers each prompt with as many tokens as the prompt's first one says."""
 
-    def __init__(self) -> None:
-        self.asked: list[tuple[tuple[int, ...], ...]] = []
-
     def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
         given = tuple(tuple(prompt) for prompt in prompts)
-        self.asked.append(given)
         answers = tuple(
             Response(n, (5,) * prompt[0], (-1.0,) * prompt[0], "stop")
             for n, prompt in enumerate(given)
