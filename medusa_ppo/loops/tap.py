@@ -96,8 +96,8 @@ class CompanionTap:
             rank, ranks: this process among those that have rows, and their number; None: as
                 torch.distributed says, and the companion's answer to the first one holds for all.
             version: the actor's version, counted in the loop's updates.
-            reading: a context in which the actor's tables can be read, for loops that keep them
-                elsewhere between their passes.
+            reading: a context in which the actor's tables can be gathered, for loops that keep
+                sharded weights elsewhere between their passes.
 
         Raises:
             ConfigError: the address is invalid, or the sampling parameters are.
@@ -187,8 +187,7 @@ class CompanionTap:
             yield
             return
         # Tables are copied before the pass, because the loop may update them right after it.
-        with self._reading():
-            tables = self._changed_tables(ids)
+        tables = self._changed_tables(ids)
         self._rows.expect(tokens, wanted)
         self.exposed_s += time.perf_counter() - began
         with self._rows.watch([(prompt, completion) for prompt, completion, _ in rows]):
