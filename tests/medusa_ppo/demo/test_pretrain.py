@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from medusa_ppo.demo import pretraining as pretrain
-from medusa_ppo.demo.pretraining import PretrainStatus, Recipe, train_actor
+from medusa_ppo.demo.pretraining import Muon, PretrainStatus, Recipe, orthogonal, train_actor
 from medusa_ppo.demo.task import build_tokenizer
 
 MICRO = Recipe(
@@ -98,3 +98,36 @@ def test_an_unreadable_unfinished_training_is_started_again(
         Recipe(**{**vars(MICRO), "steps": 2}), tokenizer, progress=seen.append, partial=partial
     )
     assert [status.done for status in seen] == [1, 2]
+
+
+def test_muon_takes_the_steps_of_torchs() -> None:
+    torch.manual_seed(0)
+    start = torch.randn(3, 16, 16)
+    ours = [torch.nn.Parameter(matrix.clone()) for matrix in start]
+    theirs = [torch.nn.Parameter(matrix.clone()) for matrix in start]
+    optimizers = (
+        Muon(ours, lr=0.1, dtype=torch.float32),
+        torch.optim.Muon(theirs, lr=0.1, weight_decay=0.0),
+    )
+    for _ in range(4):
+        for own, other in zip(ours, theirs, strict=True):
+            own.grad = torch.randn(16, 16)
+            other.grad = own.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for own, other, before in zip(ours, theirs, start, strict=True):
+        taken = (other - before).norm()
+        assert taken > 0.5
+        # Theirs multiplies in bfloat16.
+        assert (own - other).norm() < 0.03 * taken
+
+
+def test_a_step_has_the_directions_of_the_gradient_and_one_size() -> None:
+    torch.manual_seed(0)
+    matrices_NDD = torch.randn(2, 32, 32, dtype=torch.float64)
+    left, _, right = torch.linalg.svd(matrices_NDD)
+    values = (left.mT @ orthogonal(matrices_NDD) @ right.mT).diagonal(dim1=1, dim2=2)
+    off = (left.mT @ orthogonal(matrices_NDD) @ right.mT) - torch.diag_embed(values)
+    assert off.abs().max() < 1e-8
+    # The smallest singular values of a random matrix are not brought up in five steps.
+    assert (values < 1.25).all() and values.median() > 0.65
