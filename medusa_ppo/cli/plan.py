@@ -2,8 +2,8 @@
 anything starts (no torch).
 
 Counted: weights, gradients, optimizer states, keys and values, tables, queues, and what a
-micro-batch keeps for its backward pass. Not counted: the memory of kernels, Python, torch and vLLM
-themselves.
+micro-batch keeps for its backward pass; for a companion on CPUs also the process itself. Not
+counted: the memory of kernels, Python, torch and vLLM in all other processes.
 """
 
 from __future__ import annotations
@@ -49,6 +49,10 @@ STEP_COPIES = 2
 # Copies of a chunk's logits: the heads' own, the actor's if the loss reads them, and everything
 # derived from them up to the gradient. Measured, like the numbers in `kept_states`.
 LOGITS_COPIES, LOGITS_COPIES_WITH_ACTOR = 2, 4
+# Resident bytes of a companion on a CPU without any tensor: Python, torch, Ray, their libraries.
+PROCESS_BYTES = 380 * 2**20
+BACKWARD = "what a micro-batch keeps for its backward pass"
+LOGITS = "logits of a chunk, and what is derived from them"
 ON_HOST = ", on the host"
 """Suffix of parts that stay in host memory even if the process has a GPU."""
 MANY = 4
@@ -89,12 +93,8 @@ def companion_parts(
         "the actor's tables": FLOAT32 * tables,
         # Counted even where it is no copy: without a draft vocabulary and in the table's own dtype.
         "rows of lm_head used in products": BFLOAT16 * drafted * model.hidden,
-        "what a micro-batch keeps for its backward pass": (
-            rows * kept_states(heads) * model.hidden * FLOAT32
-        ),
-        "logits of a chunk, and what is derived from them": (
-            (LOGITS_COPIES_WITH_ACTOR if reads_actor else LOGITS_COPIES) * FLOAT32 * logits
-        ),
+        BACKWARD: (rows * kept_states(heads) * model.hidden * FLOAT32),
+        LOGITS: ((LOGITS_COPIES_WITH_ACTOR if reads_actor else LOGITS_COPIES) * FLOAT32 * logits),
         f"waiting batches, at most{ON_HOST}": section.queue_bytes,
     }
     if section.replay_versions:
@@ -249,10 +249,8 @@ def _roles(config: RunConfig, model: ModelSizes, engine: Process) -> tuple[RoleM
 def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
     parts = _role_parts(config, model, LOOP)
     if config.actor.backend == "transformers":
-        parts["what a micro-batch keeps for its backward pass"] = kept_bytes(config, model)
-        parts["logits of a chunk, and what is derived from them"] = _chunk_bytes(
-            config, model, gpus
-        )
+        parts[BACKWARD] = kept_bytes(config, model)
+        parts[LOGITS] = _chunk_bytes(config, model, gpus)
     # Engines of a pool, or ones that start late, read the file after the sync; so it is kept until
     # the next one.
     parts[f"actor's file, for engines that start late or restart{ON_HOST}"] = (
@@ -431,6 +429,11 @@ def _companion(config: RunConfig, model: ModelSizes, heads: HeadsConfig, gpus: b
     section = config.companion
     workers = section.workers
     parts = companion_parts(config, heads, model, gpus)
+    if not gpus:
+        # Freed blocks stay in the process (runtime/kept_memory.py), and micro-batches of other size
+        # leave gaps between them: up to as much again as one of them takes.
+        parts["freed memory, kept for the next micro-batch"] = parts[BACKWARD] + parts[LOGITS]
+        parts["Python, torch and their libraries"] = PROCESS_BYTES
     where = f"a Ray actor, {_place(section.resource, workers)}"
     where += ", on the GPU only while it trains" if section.offload and gpus else ""
     name = "companion" if workers == 1 else "companion worker"

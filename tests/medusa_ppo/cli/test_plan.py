@@ -27,7 +27,10 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.cli.app import app
 from medusa_ppo.cli.plan import (
+    BACKWARD,
+    LOGITS,
     ON_HOST,
+    PROCESS_BYTES,
     companion_parts,
     heads_parameters,
     hidden_bytes,
@@ -255,6 +258,19 @@ def test_a_gpu_that_can_not_hold_it_is_told(folder: Path) -> None:
     )
     assert not any("on its GPU" in warning for warning in enough)
     assert any(warning.startswith("Each companion takes") for warning in small)
+
+
+def test_a_companion_on_a_cpu_is_counted_with_its_process(folder: Path) -> None:
+    """Half of it was planned: the process itself and the freed memory that it keeps were left out
+    (`benchmarks/companion_memory.py`).
+    """
+    config = build_config({"model": {"path": str(folder)}})
+    on_cpu, on_gpu = (
+        next(p for p in make_plan(config, hardware).processes if p.name == "companion").parts
+        for hardware in (Hardware(0, False, 16, ""), GPUS)
+    )
+    more = {what: size for what, size in on_cpu.items() if what not in on_gpu}
+    assert sum(more.values()) == PROCESS_BYTES + on_cpu[BACKWARD] + on_cpu[LOGITS]
 
 
 @pytest.mark.parametrize(
