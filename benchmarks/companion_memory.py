@@ -5,8 +5,9 @@
 For each size of an actor (width x vocabulary) and each number of workers, a companion is started in
 Ray as a loop starts it. It gets batches that fill companion.queue_bytes, with new tables before
 each, until heads were published twice (so that all copies of heads exist) or after --batches. The
-measurement is the largest resident size of each process according to the kernel (VmHWM); the plan
-is that of a run with the same configuration, on this machine.
+measurement is the largest resident size of each process according to the kernel (VmHWM), without
+the pages of Ray's store that it has open (RssShmem), since a node holds these once for all; the
+plan is that of a run with the same configuration, on this machine.
 
 No actor is run: states are random vectors of the tokens, and each token has one successor, which
 heads learn at once. The output is plan / measured (asked: 0.85 to 1.15), and the parts of the plan.
@@ -76,12 +77,13 @@ def batch_of(table_VD: torch.Tensor, step: int) -> RolloutBatch:
 
 
 def peak(pid: int) -> tuple[int, str]:
-    """Peak resident bytes of a process, and its present bytes by kind."""
+    """Peak resident bytes of a process without shared memory, and its present bytes by kind."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     values = dict(line.split(":", 1) for line in lines if ":" in line)
     kinds = ("RssAnon", "RssFile", "RssShmem")
     now = ", ".join(f"{kind} {int(values[kind].split()[0]) // 1024:,} MiB" for kind in kinds)
-    return int(values["VmHWM"].split()[0]) * 1024, now
+    kib = {kind: int(values[kind].split()[0]) for kind in ("VmHWM", "RssShmem")}
+    return 1024 * (kib["VmHWM"] - kib["RssShmem"]), now
 
 
 def processes(client: CompanionClient, workers: int) -> list[int]:

@@ -78,11 +78,14 @@ def kept_states(heads: HeadsConfig) -> int:
 def companion_parts(
     config: RunConfig, heads: HeadsConfig, model: ModelSizes, gpus: bool
 ) -> dict[str, int]:
-    """Memory of one process of the companion; with several workers, each holds all of it."""
+    """Memory of one process of the companion. Of several workers each holds all heads, tables and
+    batches, and takes its share of an optimizer step's positions.
+    """
     section = config.companion
     copies = ADAM_COPIES + OTHER_HEADS + STEP_COPIES
     drafted = draft_vocabulary(config.engine, heads) or model.vocab
-    rows = min(section.batch_positions, max(1, LOGITS_BYTES // (FLOAT32 * model.vocab)))
+    share = -(-section.batch_positions // section.workers)
+    rows = min(share, max(1, LOGITS_BYTES // (FLOAT32 * model.vocab)))
     logits = min(max(GPU_CHUNK if gpus else CPU_CHUNK, drafted), rows * drafted)
     reads_actor = section.loss.startswith("kl")
     tables = (1 + int(heads.needs_embedding)) * model.vocab * model.hidden
