@@ -130,9 +130,9 @@ def train_actor(
         for step, (ids_BT, loss_mask_BT) in enumerate(
             _batches(recipe, tokenizer, first), start=first
         ):
-            for optimizer, largest in optimizers.items():
+            for optimizer in optimizers:
                 for group in optimizer.param_groups:
-                    group["lr"] = largest * _schedule(recipe, step)
+                    group["lr"] = optimizer.defaults["lr"] * _schedule(recipe, step)
             with products:
                 loss = _loss(model, ids_BT.to(device), loss_mask_BT.to(device))
             loss.backward()
@@ -208,7 +208,9 @@ class Muon(torch.optim.Optimizer):
             matrices = group["params"]
             ahead = []
             for matrix in matrices:
-                mean = self.state[matrix].setdefault("mean", torch.zeros_like(matrix))
+                if "mean" not in self.state[matrix]:
+                    self.state[matrix]["mean"] = torch.zeros_like(matrix)
+                mean = self.state[matrix]["mean"]
                 mean.lerp_(matrix.grad, 1.0 - MOMENTUM)
                 ahead.append(matrix.grad.lerp(mean, MOMENTUM))
             steps = orthogonal(torch.stack(ahead).to(self._dtype))
@@ -232,17 +234,14 @@ def orthogonal(matrices_NDD: torch.Tensor) -> torch.Tensor:
 
 def _optimizers(
     model: LlamaForCausalLM, recipe: Recipe, products: torch.dtype
-) -> dict[torch.optim.Optimizer, float]:
-    """Muon for the matrices of attention and AdamW for all others, and their largest step sizes."""
+) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon for the matrices of attention and AdamW for all others, at their largest step sizes."""
     attention = [weight for name, weight in model.named_parameters() if ".self_attn." in name]
     others = [weight for name, weight in model.named_parameters() if ".self_attn." not in name]
     adamw = torch.optim.AdamW(
         others, lr=recipe.learning_rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True
     )
-    return {
-        adamw: recipe.learning_rate,
-        Muon(attention, recipe.attention_learning_rate, products): recipe.attention_learning_rate,
-    }
+    return adamw, Muon(attention, recipe.attention_learning_rate, products)
 
 
 def _schedule(recipe: Recipe, step: int) -> float:
