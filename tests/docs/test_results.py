@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = (ROOT / "benchmarks" / "RESULTS.md").read_text(encoding="utf-8")
 ARCHIVE = (ROOT / "benchmarks" / "RESULTS-archive.md").read_text(encoding="utf-8")
-MOST_LINES, MOST_COLUMNS = 260, 100
+MOST_LINES, MOST_COLUMNS = 250, 100
 FIGURE = re.compile(r"(?<![\w.])\d+(?:,\d+)*\.\d+")
 """Numbers with a decimal point: what somebody measured, not a count or a size."""
 
