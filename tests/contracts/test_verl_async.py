@@ -98,7 +98,8 @@ def test_heads_follow_an_actor_that_is_trained_asynchronously(
     assert max(step[worst] for step in steps) >= 1
     # The companion wants nothing while it trains on what came before, so some steps pass it by.
     versions = [batch.policy_version for batch in served.seen]
-    assert len(versions) >= 2 and versions == sorted(set(versions))
+    assert len(versions) >= (STEPS // 2 if ranks == 1 else 2), versions
+    assert versions == sorted(set(versions))
     rows = fmean(batch.hidden_MD.shape[0] + batch.left_out for batch in served.seen)
     assert rows >= 0.7 * PROMPTS * RESPONSES * TOKENS
     assert not status.error
