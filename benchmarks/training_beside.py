@@ -118,7 +118,7 @@ def main() -> None:
         )
     trained = [step[names.COMPANION_PASSES] for step in steps]
     sys.stdout.write(
-        f"steps with training: {sum(passes > 0 for passes in trained)} of {len(steps)}; its share of"
+        f"steps with training: {sum(passes > 0 for passes in trained)} of {len(steps)}; share of"
         f" the seconds of blocks with training: {steps[-1][names.COMPANION_TAKEN]:.3f}\n"
     )
 

@@ -28,7 +28,7 @@ from medusa_ppo.drafting.products import (
     PACK,
     TABLE_ENTRIES,
     cast,
-    inverse_rms,
+    normalised,
     plain_linear,
     token_tables,
 )
@@ -314,19 +314,14 @@ class Seen:
 
 class CellState:
     """The state passed from head to head: h_t with its context, and the cell's state before its
-    token is added, as a product and its rows' scales.
+    token is added.
     """
 
     def __init__(
-        self,
-        base_BD: torch.Tensor,
-        product_BH: torch.Tensor,
-        scale_B1: torch.Tensor,
-        told_BKH: torch.Tensor | None,
+        self, base_BD: torch.Tensor, inner_BH: torch.Tensor, told_BKH: torch.Tensor | None
     ) -> None:
         self.base_BD = base_BD
-        self.product_BH = product_BH
-        self.scale_B1 = scale_B1
+        self.inner_BH = inner_BH
         self.told_BKH = told_BKH
 
 
@@ -449,14 +444,8 @@ class ContextHeads:
 
     def pairs(self, hidden_ND: torch.Tensor, ids_N: torch.Tensor) -> torch.Tensor:
         """Query of the first layer, then keys and values of all, `[N, D + R]`."""
-        return cast(
-            torch.addcmul(
-                self._token(0, ids_N),
-                self._into(cast(hidden_ND, self.dtype)),
-                inverse_rms(hidden_ND),
-            ),
-            self.dtype,
-        )
+        into_NX = self._into(normalised(hidden_ND, self.dtype))
+        return cast(into_NX + self._token(0, ids_N), self.dtype)
 
     def seen(self, hidden_BnD: torch.Tensor, ids_Bn: torch.Tensor, there_Bn: torch.Tensor) -> Seen:
         """What requests see if each one's newest pair is the last of its n pairs."""
@@ -496,18 +485,16 @@ class ContextHeads:
         for layer in range(self.config.context_layers):
             query_BD = seen.query_BD
             if layer:
-                asked_BD = self._ask[layer - 1](cast(base_BD, self.dtype))
-                token_BD = self._token(layer + 1, seen.ids_B)
-                query_BD = cast(torch.addcmul(token_BD, asked_BD, inverse_rms(base_BD)), self.dtype)
+                asked_BD = self._ask[layer - 1](normalised(base_BD, self.dtype))
+                query_BD = cast(asked_BD + self._token(layer + 1, seen.ids_B), self.dtype)
             kept_Bn2D = seen.kept_BnR[:, :, 2 * D * layer : 2 * D * (layer + 1)]
             mixed_BD = self._attend(query_BD, kept_Bn2D, seen.there_Bn)
             base_BD = base_BD + self._out[layer](mixed_BD)
             if self._feed:
                 feed_in, feed_out = self._feed[layer]
-                inner_BF = F.silu(feed_in(cast(base_BD, self.dtype)) * inverse_rms(base_BD))
+                inner_BF = F.silu(feed_in(normalised(base_BD, self.dtype)))
                 base_BD = base_BD + feed_out(cast(inner_BF, self.dtype))
-        product_BH = self._start(cast(base_BD, self.dtype))
-        return CellState(base_BD, product_BH, inverse_rms(base_BD), seen.told_BKH)
+        return CellState(base_BD, self._start(normalised(base_BD, self.dtype)), seen.told_BKH)
 
     def _attend(
         self, query_BD: torch.Tensor, kept_Bn2D: torch.Tensor, there_Bn: torch.Tensor
@@ -532,19 +519,16 @@ class ContextHeads:
         """The input of lm_head for the head with index k (from 0), `BD`; call it for the heads in
         order, once each.
         """
-        inner_BH = torch.addcmul(self._token(1, last_ids_B), state.product_BH, state.scale_B1)
+        inner_BH = state.inner_BH + self._token(1, last_ids_B)
         if state.told_BKH is not None:
             inner_BH = inner_BH + state.told_BKH[:, k]
-        cell_BH = F.silu(inner_BH)
-        scale_B1 = inverse_rms(cell_BH)
-        # No head follows the last one.
-        product = self._next if k + 1 < self.config.num_heads else self._last
-        both_BX = product(cast(cell_BH, self.dtype))
-        D = self.config.hidden_size
-        features_BD = torch.addcmul(state.base_BD, both_BX[:, :D], scale_B1)
-        # Its scale is applied when the next token's part is added: one operation instead of two.
-        state.product_BH = both_BX[:, D:]
-        state.scale_B1 = scale_B1
+        cell_BH = normalised(F.silu(inner_BH), self.dtype)
+        if k + 1 < self.config.num_heads:
+            sizes = (self.config.hidden_size, cell_BH.shape[1])
+            out_BD, state.inner_BH = self._next(cell_BH).split(sizes, dim=1)
+        else:  # No head follows.
+            out_BD = self._last(cell_BH)
+        features_BD = state.base_BD + out_BD
         for layer in self._blocks:
             features_BD = features_BD + F.silu(layer[k](cast(features_BD, self.dtype)))
         return features_BD

@@ -68,7 +68,7 @@ logger = logging.getLogger(__name__)
 
 def plain_linear(weight: torch.Tensor) -> LINEAR:
     """The product without packing: the reference, and what GPUs use."""
-    return lambda rows: F.linear(rows.to(weight.dtype), weight)
+    return lambda rows: F.linear(cast(rows, weight.dtype), weight)
 
 
 def most_frequent(counts_V: torch.Tensor, size: int) -> torch.Tensor | None:
@@ -517,7 +517,20 @@ def token_tables(
 
 def inverse_rms(rows_ND: torch.Tensor) -> torch.Tensor:
     """1 / rms of each row, float32 `[N, 1]`."""
-    return rows_ND.float().square().mean(-1, keepdim=True).add_(RMS_EPS).rsqrt_()
+    # A norm is one operation; a mean of squares takes several, and they are not small.
+    wide = torch.float64 if rows_ND.dtype == torch.float64 else torch.float32
+    squares_N1 = torch.linalg.vector_norm(rows_ND, dim=-1, keepdim=True, dtype=wide).square_()
+    # RMS_EPS plus the mean, as one operation.
+    mean_N1 = torch.rsub(squares_N1, RMS_EPS, alpha=-1 / rows_ND.shape[-1])
+    return cast(mean_N1.rsqrt_(), torch.float32)
+
+
+def normalised(rows_ND: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """v / rms(v) of each row, in `dtype`."""
+    if rows_ND.device.type == "cpu":
+        return cast(rows_ND * inverse_rms(rows_ND), dtype)
+    # One kernel on a GPU; on a CPU it is composed of more operations than the above.
+    return cast(F.rms_norm(rows_ND, rows_ND.shape[-1:], eps=RMS_EPS), dtype)
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

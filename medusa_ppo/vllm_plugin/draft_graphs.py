@@ -39,8 +39,8 @@ class DraftStep:
         ends_B: row after the last one of each request.
         rejected_B, sampled_B: drafts refused, and tokens sampled.
         slots_B: slot of each request.
-        last_S1, temperature_S, seeds_S: V2's own tables, without a spare slot: the token sampled
-            last, and sampling settings.
+        last_S1, temperature_S: V2's own tables, without a spare slot: the token sampled last, and
+            the temperature.
         top_k_B, top_p_B: None if no request of the batch has one.
     """
 
@@ -53,7 +53,6 @@ class DraftStep:
     slots_B: torch.Tensor
     last_S1: torch.Tensor
     temperature_S: torch.Tensor
-    seeds_S: torch.Tensor
     top_k_B: torch.Tensor | None
     top_p_B: torch.Tensor | None
 
@@ -70,7 +69,7 @@ class DraftStep:
     @property
     def addresses(self) -> tuple[int, ...]:
         """Where the tables are."""
-        return tuple(table.data_ptr() for table in (self.last_S1, self.temperature_S, self.seeds_S))
+        return self.last_S1.data_ptr(), self.temperature_S.data_ptr()
 
 
 class Recording(Protocol):

@@ -366,6 +366,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         # What these draft has no q that anybody could look up.
         self._grammar_S[-1] = True
         self._requests_S = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._keys_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self._admitted = 0
         self.draft_logits: Any = DraftsToVerify(self.drafter, self._requests_S, self.vocab_size)
 
@@ -395,13 +396,17 @@ class MedusaSpeculator(DraftModelSpeculator):
             return
         self.drafter.admit(admitted)
         self.states = states
+        # Mixed here once: every step would need a dozen kernels for it.
+        keys = keys_of([int(states.seeds.np[new.slot]) for new in admitted]).tolist()
+        serials = range(self._admitted + 1, self._admitted + 1 + len(admitted))
         rows = [
-            (new.slot, serial, new.has_grammar)
-            for serial, new in enumerate(admitted, self._admitted + 1)
+            (new.slot, serial, key, new.has_grammar)
+            for new, serial, key in zip(admitted, serials, keys, strict=True)
         ]
         self._admitted += len(admitted)
-        slots_N, serials_N, grammar_N = sending.sent(rows, self.device).unbind(1)
+        slots_N, serials_N, keys_N, grammar_N = sending.sent(rows, self.device).unbind(1)
         self._requests_S[slots_N] = serials_N
+        self._keys_S[slots_N] = keys_N
         self._grammar_S[slots_N] = grammar_N.bool()
 
     # The last parameters differ by release; only those named here are read.
@@ -449,7 +454,6 @@ class MedusaSpeculator(DraftModelSpeculator):
             input_batch.idx_mapping[:batch],
             last_sampled,
             temperature,
-            seeds,
             *cuts,
         )
         if dummy_run:
@@ -550,7 +554,7 @@ class MedusaSpeculator(DraftModelSpeculator):
             return drafter.draft(hidden_BD, last_ids_B, count, seen=seen)
         own_B = self._own(at.slots_B)
         temperature_B = torch.where(self._grammar_S[at.slots_B], 0.0, step.temperature_S[own_B])
-        keys_B = keys_of(step.seeds_S[own_B])
+        keys_B = self._keys_S[at.slots_B]
         noise_BK = uniforms(at.positions_B, keys_B, None, DRAFT_STREAM, count)
         sampling = DraftSampling(temperature_B, noise_BK, step.top_k_B, step.top_p_B)
         recall = ending = None

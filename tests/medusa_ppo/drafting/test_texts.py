@@ -149,7 +149,7 @@ def test_other_heads_find_other_things_once_the_texts_are_written_again() -> Non
 def test_a_large_vocabulary_has_no_tables() -> None:
     scene = Scene()
     size = scene.heads.config.copy_width * 2 * 3 * V
-    assert size <= products.TABLE_ENTRIES and len(scene.copier._shares) == 3
+    assert size <= products.TABLE_ENTRIES and len(scene.copier._shares_XC) == 2
 
 
 def test_tokens_that_stand_for_images_are_never_copied() -> None:

@@ -18,6 +18,7 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner")
 from medusa_ppo.drafting import q_rows, sending
 from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.drafting.core import DraftingCore
+from medusa_ppo.drafting.noise import keys_of
 from medusa_ppo.drafting.q_rows import VerifiedRows
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.drafting.stopping import Stopping
@@ -72,6 +73,7 @@ class Step:
         speculator._grammar_S = torch.zeros(SLOTS + 1, dtype=torch.bool)
         speculator._grammar_S[-1] = True
         speculator._requests_S = torch.arange(SLOTS + 1)
+        speculator._keys_S = keys_of(torch.arange(SLOTS + 1))
         speculator.draft_logits = DraftsToVerify(drafter, speculator._requests_S, V)
         self.speculator = speculator
         self.states_seed = 1
@@ -374,7 +376,8 @@ def test_new_requests_reach_the_device_together_and_without_waiting(
     monkeypatch.setattr(sending, "sent", count)
     speculator._admitted = 6
     new = [arrived(2, [7, 8, 9]), arrived(0, [5]), arrived(3, [6, 6, 7, 8], grammar=True)]
-    speculator.admit(new[:requests], None)
+    states = SimpleNamespace(seeds=SimpleNamespace(np=np.arange(SLOTS) - 2**62))
+    speculator.admit(new[:requests], states)
     assert len(counted) == 5
     texts = speculator.drafter._texts
     for row, one in enumerate(new[:requests]):
@@ -382,11 +385,12 @@ def test_new_requests_reach_the_device_together_and_without_waiting(
         assert texts.ids_SL[one.slot, :count_of_tokens].tolist() == list(one.tokens)
         assert int(texts.newest_S[one.slot]) == count_of_tokens - 1
         assert int(speculator._requests_S[one.slot]) == 7 + row
+        assert int(speculator._keys_S[one.slot]) == int(keys_of([one.slot - 2**62]))
         assert bool(speculator._grammar_S[one.slot]) == one.has_grammar
     alone = Step(pairs=4, copy_parts=2).speculator
     alone._admitted = 6
     for one in new[:requests]:
-        alone.admit([one], None)
+        alone.admit([one], states)
     assert torch.equal(alone.drafter._texts.keys_SALw, texts.keys_SALw)
     assert torch.equal(alone.drafter.running._tails_Sn, speculator.drafter.running._tails_Sn)
 
