@@ -1,11 +1,13 @@
 """Compares the cost of one drafting call between two forms of the heads, in turns.
 
     python benchmarks/drafting_turns.py --model actors/gsm8k-4m [--dtype bfloat16] [--rounds 40]
-        [--forms copying@512,plain copying@8192,copying@512 ...] [--json FILE]
+        [--forms copying@512,plain copying@8192,copying@512 ...] [--other CHECKOUT] [--json FILE]
 
-A form is a name in `FORMS` followed by an @ and the number of tokens of text per request. Each form
-runs in its own process; in every round both of a pair time the same number of calls, in turns. The
-output is the median of the ratios within a round, for several numbers of requests.
+A form is a name in `FORMS` followed by an @ and the number of tokens of text per request. With
+--other the second form of each pair is drawn by another checkout's code, so
+`copying@512,copying@512` compares two commits. Each form runs in its own process; in every round
+both of a pair time the same number of calls, in turns. The output is the median of the ratios
+within a round, for several numbers of requests.
 
 A call starts like in an engine that has just received two tokens of each request: they are written
 to the rings of pairs and of text, the tokens that may be copied are looked up, four drafts are
@@ -165,17 +167,17 @@ def work(form: str, model: dict[str, Any], dtype_name: str, threads: int) -> Non
 class FormProcess:
     """A process that draws drafts with heads of one form."""
 
-    def __init__(self, form: str, options: argparse.Namespace, dtype: str) -> None:
-        command = [sys.executable, __file__, "--form", form, "--model", options.model]
+    def __init__(self, form: str, options: argparse.Namespace, dtype: str, checkout: Path) -> None:
+        script = checkout / "benchmarks" / Path(__file__).name
+        command = [sys.executable, str(script), "--form", form, "--model", options.model]
         command += ["--dtype", dtype, "--threads", str(options.threads)]
-        here = str(Path(__file__).resolve().parent.parent)
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             # Otherwise the process would import the installed package.
-            env=os.environ | {"PYTHONPATH": here},
+            env=os.environ | {"PYTHONPATH": str(checkout)},
         )
 
     def seconds(self, batch: int) -> float:
@@ -199,7 +201,12 @@ class FormProcess:
 def compare(pair: str, options: argparse.Namespace, dtype: str) -> list[dict[str, Any]]:
     """Rows for every number of requests: the first form's time over the second's."""
     forms = pair.split(",")
-    processes = [FormProcess(form, options, dtype) for form in forms]
+    here = Path(__file__).resolve().parent.parent
+    checkouts = (here, (options.other or here).resolve())
+    processes = [
+        FormProcess(form, options, dtype, checkout)
+        for form, checkout in zip(forms, checkouts, strict=True)
+    ]
     rows = []
     try:
         for batch in BATCHES:
@@ -240,6 +247,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json")
+    parser.add_argument("--other", type=Path, help="Checkout that draws the second forms.")
     parser.add_argument("--form", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.form:
