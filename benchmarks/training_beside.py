@@ -91,8 +91,8 @@ def main() -> None:
     path = preset(args.config) if not Path(args.config).is_file() else args.config
     own = (
         f"ppo.steps={args.block * args.blocks}",
-        "report.compare_pairs=0",
-        "report.speed_every=0",
+        "report.compare_pairs=null",
+        "report.speed_every=null",
     )
     with make_progress() as progress:
         config = load_config(path, [*own, *args.overrides, f"out={args.out}", "name=run"])
