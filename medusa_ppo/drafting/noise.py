@@ -140,8 +140,7 @@ def cumulate_in_parallel(mass_BW: torch.Tensor, out_BX: torch.Tensor) -> None:
     # In blocks of rows, because both tensors have 8 bytes per number.
     rows = max(1, SCAN_BYTES // (8 * mass_BW.shape[1]))
     for part_BW, part_BX in zip(mass_BW.split(rows), out_BX.split(rows), strict=True):
-        part_BX[:] = (part_BW[:, :-1] * GRAINS).long().cumsum(-1)
-        part_BX.mul_(1 / GRAINS)
+        torch.mul((part_BW[:, :-1] * GRAINS).long().cumsum(-1), 1 / GRAINS, out=part_BX)
 
 
 def drawn_from(sums_BX: torch.Tensor) -> torch.Tensor:

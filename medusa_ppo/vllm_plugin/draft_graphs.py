@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -109,7 +109,7 @@ class CudaRecorder:
 @dataclass(frozen=True)
 class _Recorded:
     recording: Recording
-    step: DraftStep
+    places: Mapping[str, torch.Tensor]
     ids_BK: torch.Tensor
 
 
@@ -166,14 +166,16 @@ class DraftGraphs:
         if self.broken or size is None or rows > size * self._rows:
             return None
         self.recorded_now = False
+        given = step.parts
         key = (size, count, step.top_k_B is not None, step.top_p_B is not None)
         found = self._found.get(key)
         if found is None:
             self._uses[key] += 1
             if self._uses[key] <= EAGER_USES:
                 return None
-            still = self._still(step, size)
-            _fill(still, step, rows, self._spare)
+            places = self._still(given, size)
+            _fill(places, given, rows, self._spare)
+            still = replace(step, **places)
             try:
                 recording, ids_BK = self._record(lambda: call(still))
             except Exception as error:
@@ -184,25 +186,25 @@ class DraftGraphs:
                     self.broken,
                 )
                 return None
-            self._found[key] = found = _Recorded(recording, still, ids_BK)
+            self._found[key] = found = _Recorded(recording, places, ids_BK)
             self.recorded_now = True
         else:
-            _fill(found.step, step, rows, self._spare)
+            _fill(found.places, given, rows, self._spare)
         found.recording.replay()
         return found.ids_BK[:batch]
 
-    def _still(self, step: DraftStep, size: int) -> DraftStep:
-        """Tensors for steps of this size, at addresses that stay. All recordings share them: each
-        has its step copied there before it is replayed.
+    def _still(self, given: Mapping[str, torch.Tensor], size: int) -> dict[str, torch.Tensor]:
+        """Tensors for the parts of steps of this size, at addresses that stay. All recordings share
+        them: each has its step copied there before it is replayed.
         """
         found = {}
-        for name, value in step.parts.items():
+        for name, value in given.items():
             each = {"B": 1, "T": self._rows}[_first(name)]
             most, count = self._sizes[-1] * each, size * each
             if name not in self._places:
                 self._places[name] = value.new_zeros(most, *value.shape[1:])
             found[name] = self._places[name][:count]
-        return replace(step, **found)
+        return found
 
 
 def _first(name: str) -> str:
@@ -210,15 +212,16 @@ def _first(name: str) -> str:
     return name.rpartition("_")[2][0]
 
 
-def _fill(still: DraftStep, step: DraftStep, rows: int, spare: int) -> None:
-    """Copy a step. Requests beyond its own have the spare slot and no token: what they draft is
-    written where nobody reads.
+def _fill(
+    still: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor], rows: int, spare: int
+) -> None:
+    """Copy a step's parts. Requests beyond its own have the spare slot and no token: what they
+    draft is written where nobody reads.
     """
-    given = step.parts
-    batch = len(step.slots_B)
+    batch = len(given["slots_B"])
     # Copies of one type are launched together.
     pairs: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for name, place in still.parts.items():
+    for name, place in still.items():
         value = given[name]
         count = min({"B": batch, "T": rows}[_first(name)], len(value))
         places, values = pairs.setdefault((place.dtype, value.dtype), ([], []))
@@ -226,11 +229,11 @@ def _fill(still: DraftStep, step: DraftStep, rows: int, spare: int) -> None:
         values.append(value[:count])
     for places, values in pairs.values():
         torch._foreach_copy_(places, values)
-    if batch < len(still.slots_B):
-        still.slots_B[batch:].fill_(spare)
-        still.ends_B[batch:].fill_(1)
-        still.rejected_B[batch:].zero_()
-        still.sampled_B[batch:].zero_()
+    if batch < len(still["slots_B"]):
+        still["slots_B"][batch:].fill_(spare)
+        still["ends_B"][batch:].fill_(1)
+        still["rejected_B"][batch:].zero_()
+        still["sampled_B"][batch:].zero_()
 
 
 def padded_sizes(most: int) -> Sequence[int]:
