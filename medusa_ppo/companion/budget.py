@@ -16,7 +16,10 @@ doesn't report it as work. So the loop slows down by `share` at most, whatever i
                falls, or when a probe of one pass (rarer each time) brings a new version
 
 Untrained heads get the income of AHEAD steps once: heads that draft from the second step on are
-worth more than any later ones. After a warm-up there is no such advance.
+worth more than any later ones. Heads that were trained before get no such advance.
+
+On a CPU the budget is spent in turns: before each generation the loop waits while the companion
+trains on all cores, and what is left of the budget is the longest it waits.
 """
 
 from __future__ import annotations
@@ -67,7 +70,7 @@ class StepSeen:
     Attributes:
         step_s: its seconds.
         trained_s: seconds of a core (or of the device that is shared) that training took from the
-            loop meanwhile.
+            loop meanwhile, beside turns.
         length: mean acceptance length by the engine's counters.
         published, rejected: versions published so far, and candidates that were judged but not
             published.
@@ -93,13 +96,15 @@ class Budget:
         last: the last decision.
     """
 
-    def __init__(self, share: float, most: float, *, shared: bool) -> None:
+    def __init__(self, share: float, most: float, *, shared: bool, untrained: bool = True) -> None:
         """
         Args:
             share: share of the loop's seconds that training may take.
             most: maximum passes over a batch.
             shared: the companion trains on cores or a device that the loop uses too.
+            untrained: the heads start at nothing.
         """
+        self._untrained = untrained
         self._share = share
         self._most = self._at_a_time = most
         self._shared = shared
@@ -126,7 +131,7 @@ class Budget:
     def step(self, seen: StepSeen) -> None:
         """Record a finished step."""
         income_s = self._share * seen.step_s
-        if not self._loop_s and not self._published:
+        if not self._loop_s and not self._published and self._untrained:
             self.left_s += AHEAD * income_s
         self._loop_s += seen.step_s
         self._trained_s += seen.trained_s
@@ -152,6 +157,11 @@ class Budget:
             self._resting = True
             self._rested = 0
 
+    def take(self, turn_s: float) -> None:
+        """Record a turn, for which the loop waited."""
+        self.left_s -= turn_s
+        self._trained_s += turn_s
+
     def decide(self) -> Decision:
         """Passes over the next batch."""
         self.last = self._decide()
@@ -168,7 +178,7 @@ class Budget:
             if self._rested <= self._probe_after:
                 return Decision(0.0, "resting")
             most = 1.0
-        first = LEAST if self._published else most
+        first = most if self._untrained and not self._published else LEAST
         passes = min(most, self.left_s / self._pass_s) if self._pass_s else first
         if self._behind or passes < LEAST:
             return Decision(0.0, "waiting")

@@ -64,6 +64,7 @@ class CompanionClient:
     Attributes:
         shared: it trains on cores or a device that the loop uses too, so it yields while responses
             are generated.
+        takes_turns: the loop calls `take_turn` before each generation.
         table_bytes: bytes of the actor's tables sent to the companion since it started.
     """
 
@@ -78,6 +79,7 @@ class CompanionClient:
         initial_state: dict[str, torch.Tensor] | None = None,
         embedding_VD: torch.Tensor | None = None,
         resume_from: str | Path = "",
+        takes_turns: bool = False,
         hang_s: float = HANG_S,
         **served: Any,
     ) -> None:
@@ -92,6 +94,8 @@ class CompanionClient:
             run_dir: the run's folder, for checkpoints; empty: none are written.
             initial_state: trainable tensors to start from; None: zero start.
             resume_from: folder written by `save`.
+            takes_turns: whether the loop calls `take_turn` before each generation, if they share
+                the cores.
             hang_s, served (draft_temperature, num_drafts, draft_vocab): as in ServiceArguments.
 
         Raises:
@@ -127,6 +131,7 @@ class CompanionClient:
         self._folder = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
         self._pace = Pace(self._folder.path)
         self.shared = self._shares()
+        self.takes_turns = takes_turns and self.shared and not config.num_gpus
         run, published, resumed = (
             str(Path(path).resolve()) if path else ""
             for path in (run_dir, self._folder.path, resume_from)
@@ -140,6 +145,7 @@ class CompanionClient:
             published,
             resumed,
             hang_s=hang_s,
+            takes_turns=self.takes_turns,
             **served,
         )
         self._first_tables = ray.put(pack_tables(lm_head_VD, embedding_VD))
@@ -400,9 +406,25 @@ class CompanionClient:
         """Wait until everything submitted is trained on. False if the time is up or the companion
         is gone.
         """
+        self.give_way(False)
+        if self.takes_turns:
+            self._pace.hand_over()
+        done = self._drained(timeout_s)
+        self.give_way(False)
+        return done
+
+    def take_turn(self, seconds: float) -> bool:
+        """Let the companion train on all cores, at most this long, while the loop waits. True if
+        nothing is left to train on, or the companion is gone.
+        """
+        self._pace.hand_over()
+        done = self._drained(seconds)
+        self.give_way(True)
+        return done or not self._usable() or bool(self._error)
+
+    def _drained(self, timeout_s: float) -> bool:
         if not self._usable():
             return False
-        self.give_way(False)
         ends = time.monotonic() + timeout_s
         refs = [ref for ref, _ in self._flying]
         if refs:

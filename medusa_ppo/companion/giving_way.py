@@ -1,4 +1,4 @@
-"""How the loop tells the companion that it needs the cores now.
+"""How the loop tells the companion that it needs the cores now, or that it needs none of them.
 
 While responses are being written, every second of a shared core is a second of the loop, which
 drafting is meant to save. A message through Ray would arrive milliseconds late and wake a thread; a
@@ -12,11 +12,12 @@ import time
 from pathlib import Path
 
 GIVE_WAY_S = 0.005  # Seconds between two checks whether the loop still needs the cores.
+GO_ON, WAIT, TAKE_ALL = range(3)
 
 
 class Pace:
     """A byte in shared memory that the loop sets while it needs the cores, so that the companion
-    pauses.
+    pauses, and while it waits for the companion, which then takes all of them.
 
     On another node the companion has its own byte, which is never set.
 
@@ -35,16 +36,28 @@ class Pace:
 
     def hold(self, wanted: bool) -> None:
         """The loop calls this to let the companion wait, or continue."""
-        self._byte[0] = int(wanted)
+        self._byte[0] = WAIT if wanted else GO_ON
+
+    def hand_over(self) -> None:
+        """The loop calls this when it waits for the companion, until it calls `hold`."""
+        self._byte[0] = TAKE_ALL
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the loop waits for the companion."""
+        return self._byte[0] == TAKE_ALL
 
     @property
     def held(self) -> bool:
         """Whether the loop wants the companion to wait."""
-        return bool(self._byte[0])
+        return self._byte[0] == WAIT
 
-    def give_way(self) -> None:
-        """Wait for as long as the loop wants. The companion calls this between pieces of work."""
-        while self.held:
+    def give_way(self, rest_s: float = 0.0) -> None:
+        """Wait for as long as the loop wants, and at least `rest_s` unless it hands over. The
+        companion calls this between pieces of work.
+        """
+        ends = time.monotonic() + rest_s
+        while self.held or (time.monotonic() < ends and not self.has_all):
             time.sleep(GIVE_WAY_S)
             self.waited_s += GIVE_WAY_S
 

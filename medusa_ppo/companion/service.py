@@ -11,14 +11,13 @@ state and, on the same node, the last published version.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,13 +44,25 @@ from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
 from medusa_ppo.feeds.feed_manifest import FeedActor, Judged, Release
 from medusa_ppo.feeds.http_feed import open_feed
 from medusa_ppo.runtime.files import write_atomic
-from medusa_ppo.runtime.hardware import companion_threads, cores_wanted_s, cpu_has_bfloat16
+from medusa_ppo.runtime.hardware import (
+    companion_threads,
+    cores_idle_s,
+    cores_wanted_s,
+    cpu_has_bfloat16,
+)
 
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "companion.safetensors"
 MARKER = "started"
 NICENESS = 5  # PPO goes first if both want a core; otherwise this changes nothing.
+IDLE_S = 1.0
+WAITED, RESTS, LONGEST_REST_S = 0.1, 100.0, 10.0
+"""Outside its turns a companion that takes turns with the loop uses what is idle: it goes on once a
+core had nothing to do for nearly `IDLE_S`. After a piece of work during more than `WAITED` of which
+somebody waited for a core, it rests for `RESTS` times its seconds, at most `LONGEST_REST_S`, and
+then looks again.
+"""
 KEPT_VERSIONS = 3
 SAVED_EVERY = 8
 """Batches without a version after which the state is written anyway: at a width of 4,096 it is
@@ -116,6 +127,12 @@ class CompanionService:
         self._train_s = self._worked_s = self._cpu_since_s = 0.0
         self._wanted_since_s = math.nan
         self._busy_since: float | None = None
+        self._takes_turns = arguments.takes_turns
+        self._wanted_last_s = math.nan
+        self._threads = torch.get_num_threads()
+        self._loop_waits = False
+        # The process's and the machine's counts at the last look, while the loop waits for a turn.
+        self._turn_since: tuple[float, float] | None = None
         self._beat = 0.0  # When the training thread last made progress.
         self._error = ""  # What failed with the last batch.
         self._note = self._found = (
@@ -293,6 +310,7 @@ class CompanionService:
             self._busy_since = self._beat = time.monotonic()
             self._cpu_since_s = time.process_time()
             self._wanted_since_s = cores_wanted_s()
+            self._turn_since = None
             try:
                 with self._state_lock:
                     if self._config.offload:
@@ -322,6 +340,7 @@ class CompanionService:
                 self._error = f"{type(error).__name__}: {error}"
             finally:
                 took_s = time.monotonic() - self._busy_since - self._pace.take_waited_s()
+                self._leave_out_turn()
                 self._train_s, self._worked_s = (
                     self._train_s + took_s,
                     self._worked_s + self._work_s(took_s),
@@ -344,13 +363,43 @@ class CompanionService:
         wanted_s = cores_wanted_s() - self._wanted_since_s
         return had_s if math.isnan(wanted_s) else min(had_s, max(0.0, wanted_s))
 
+    def _wait_for_a_core(self) -> None:
+        """Wait until a core is idle, or it is this companion's turn."""
+        while not self._pace.has_all:
+            began, idle_s = time.monotonic(), cores_idle_s()
+            self._pace.give_way(IDLE_S)
+            took_s = time.monotonic() - began
+            # In a longer wait the loop wanted the cores, and now does something else.
+            if took_s < 1.5 * IDLE_S and cores_idle_s() - idle_s > 0.9 * took_s:
+                return
+
+    def _leave_out_turn(self) -> None:
+        """Not to count what was done since the last call if the loop waited for it: the loop counts
+        those seconds.
+        """
+        if self._turn_since is not None:
+            cpu_s, wanted_s = self._turn_since
+            self._cpu_since_s += time.process_time() - cpu_s
+            self._wanted_since_s += cores_wanted_s() - wanted_s
+        self._turn_since = (time.process_time(), cores_wanted_s()) if self._pace.has_all else None
+
     def _give_way(self) -> None:
-        self._beat = time.monotonic()
-        if self._pace.held:
-            before_s = cores_wanted_s()
-            self._pace.give_way()
+        began_s, self._beat = self._beat, time.monotonic()
+        self._leave_out_turn()
+        wanted_s = cores_wanted_s()
+        piece_s = self._beat - began_s
+        rest_s = 0.0
+        # Where the kernel doesn't count, `wanted_s` is NaN, and somebody may have waited.
+        if self._takes_turns and not wanted_s - self._wanted_last_s < WAITED * piece_s:
+            rest_s = min(LONGEST_REST_S, RESTS * piece_s)
+        if self._pace.held or (rest_s and not self._loop_waits):
+            self._pace.give_way(rest_s)
+            if rest_s:
+                self._wait_for_a_core()
             # A process that waited for a core then did not wait for training.
-            self._wanted_since_s += cores_wanted_s() - before_s
+            self._wanted_since_s += cores_wanted_s() - wanted_s
+        self._use_threads()
+        self._wanted_last_s = cores_wanted_s()
         self._beat = time.monotonic()
 
     def _learn(self, batch: Any) -> CycleReport:
@@ -360,8 +409,19 @@ class CompanionService:
         if batch.tables is not None and not _same(batch.tables, self._tables_used):
             self._cycle.take_tables(unpack(batch.tables))
             self._tables_used = batch.tables
-        with all_cores(batch.batch.rising_s is not None):
-            return self._cycle.run(batch.batch)
+        self._loop_waits = batch.batch.rising_s is not None
+        if self._takes_turns and not self._loop_waits:
+            self._wait_for_a_core()
+        self._use_threads()
+        return self._cycle.run(batch.batch)
+
+    def _use_threads(self) -> None:
+        """Compute on all cores while the loop waits, and otherwise on this companion's part."""
+        threads = self._threads
+        if self._loop_waits or self._pace.has_all:
+            threads = len(os.sched_getaffinity(0))
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
     def _start_again(self, why: str) -> None:
         """End this process: Ray restarts it, and it continues from the last saved state."""
@@ -613,20 +673,6 @@ def forget_oldest(newest: Path, pattern: str) -> None:
             shutil.rmtree(old, ignore_errors=True)
         else:
             old.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def all_cores(wanted: bool) -> Iterator[None]:
-    """Within the block this thread uses every core of the process: the loop waits for a warm-up, so
-    nothing else needs them.
-    """
-    before = torch.get_num_threads()
-    if wanted:
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def settle(config: CompanionConfig) -> None:

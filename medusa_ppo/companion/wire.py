@@ -240,6 +240,7 @@ class ServiceArguments:
         hang_s: a worker that does not answer for this long is ended and restarted.
         num_drafts: maximum drafts in a step; None: one per head.
         draft_vocab: how many of the most frequent tokens drafts may come from; None: all.
+        takes_turns: whether the loop waits while the companion trains, on the same cores.
     """
 
     heads: HeadsConfig
@@ -253,6 +254,7 @@ class ServiceArguments:
     hang_s: float = HANG_S
     num_drafts: int | None = None
     draft_vocab: int | None = None
+    takes_turns: bool = False
 
 
 @dataclass(frozen=True)

@@ -130,9 +130,15 @@ class MedusaPlugin:
         self.budget = (
             None
             if passes is None or companion is None
-            else Budget(share, passes, shared=companion.shared)
+            else Budget(
+                share,
+                passes,
+                shared=companion.shared,
+                untrained=heads is None or heads.untrained,
+            )
         )
         self._decision = Decision()
+        self._unfinished = False
         self._step = _Step()
         self._hands_over = True
         self._warm_up: dict[str, float] = {}
@@ -205,6 +211,7 @@ class MedusaPlugin:
                 initial_state=heads.trainable_state(),
                 embedding_VD=_embedding(tables_VD, heads.config),
                 resume_from=resume_from,
+                takes_turns=config.has_budget,
             )
         settings = config.companion
         passes = float(settings.epochs) if config.has_budget else None
@@ -388,6 +395,10 @@ class MedusaPlugin:
         began = self._clock()
         if self._wait and not companion.drain(DRAIN_TIMEOUT_S):
             logger.warning("The companion did not finish its batches; the serving heads stay.")
+        budget = self.budget if self._unfinished and companion.takes_turns else None
+        if budget is not None and budget.left_s > 0:
+            self._unfinished = not companion.take_turn(budget.left_s)
+            budget.take(self._clock() - began)
         published = companion.newest(
             self.installer.known_version, DRAIN_TIMEOUT_S if self._wait else POLL_TIMEOUT_S
         )
@@ -529,11 +540,11 @@ class MedusaPlugin:
         """
         worked_s = max(0.0, status.worked_s - self._worked_s_before)
         self._worked_s_before = status.worked_s
-        taken_s = worked_s if self._companion is not None and self._companion.shared else 0.0
+        beside_s = worked_s if self._companion is not None and self._companion.shared else 0.0
         budget.step(
             StepSeen(
                 step_s=self._clock() - step.began,
-                trained_s=taken_s,
+                trained_s=beside_s,
                 length=rollouts.counters.mean_acceptance_length,
                 published=status.versions_published,
                 rejected=status.candidates_rejected,
@@ -547,7 +558,7 @@ class MedusaPlugin:
             names.COMPANION_TAKEN: budget.taken_frac,
             names.COMPANION_BUDGET_S: budget.left_s,
             names.COMPANION_SAVED_S: seconds_saved(rollouts, status),
-            names.COMPANION_LOST_S: step.exposed_s + taken_s,
+            names.COMPANION_LOST_S: step.exposed_s + beside_s,
         }
 
     @contextlib.contextmanager
@@ -635,6 +646,7 @@ class MedusaPlugin:
         self._companion.submit(
             dataclasses.replace(batch, passes=self._decision.passes) if self.budget else batch, rows
         )
+        self._unfinished = True
 
     def _send_tables(self, policy_version: int) -> None:
         """Send the actor's tables to the companion, once after each update."""

@@ -34,6 +34,7 @@ CPU_MEMORY = 0.1
 MODEL_LEN = 512
 """Longest prompt plus response of an engine whose loop does not set lengths."""
 PRESSURE = Path("/proc/pressure/cpu")
+CORE_TIMES = Path("/proc/stat")
 COMPANION_SHARE = 0.1
 COMPANION_CORES = 4
 """The companion gets one core in this many, if it shares them with PPO and the engine."""
@@ -254,6 +255,17 @@ def cores_wanted_s() -> float:
     try:
         some = PRESSURE.read_text(encoding="utf-8").splitlines()[0]
         return int(some.rpartition("total=")[2]) / 1e6
+    except (OSError, ValueError, IndexError):
+        return math.nan
+
+
+def cores_idle_s() -> float:
+    """Seconds since boot in which a core had nothing to do, of all cores together, by the kernel's
+    count; NaN if it is not available.
+    """
+    try:
+        fields = CORE_TIMES.read_text(encoding="utf-8").split(maxsplit=6)
+        return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return math.nan
 

@@ -111,6 +111,8 @@ class RecordingCompanion:
         self.drained = 0
         self.train_s = 0.0
         self.shared = True
+        self.takes_turns = False
+        self.turns: list[float] = []
         self.gave_way: list[bool] = []
         self.taken_back: list[tuple[int, dict[str, torch.Tensor]]] = []
 
@@ -119,6 +121,10 @@ class RecordingCompanion:
 
     def give_way(self, wanted: bool) -> None:
         self.gave_way.append(wanted)
+
+    def take_turn(self, seconds: float) -> bool:
+        self.turns.append(seconds)
+        return True
 
     def collector(self, rollouts: Rollouts) -> BatchCollector:
         return BatchCollector(rollouts)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -159,13 +160,25 @@ def client_of(device: torch.device) -> Iterator[Callable[..., CompanionClient]]:
     share = {"num_gpus": 0.25 if device.type == "cuda" else 0.0}
 
     def start(
-        task: ChainTask, run_dir: Path | str = "", hang_s: float = HANG_S, **settings
+        task: ChainTask,
+        run_dir: Path | str = "",
+        hang_s: float = HANG_S,
+        takes_turns: bool = False,
+        **settings: Any,
     ) -> CompanionClient:
         given = {"batch_positions": 64, "learning_rate": 2e-2, **share, **settings}
         config = CompanionConfig(**given)
         heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
         clients.append(
-            CompanionClient(heads, config, task.lm_head_VD, seed=0, run_dir=run_dir, hang_s=hang_s)
+            CompanionClient(
+                heads,
+                config,
+                task.lm_head_VD,
+                seed=0,
+                run_dir=run_dir,
+                hang_s=hang_s,
+                takes_turns=takes_turns,
+            )
         )
         return clients[-1]
 

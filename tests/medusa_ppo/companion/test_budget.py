@@ -125,6 +125,14 @@ def test_heads_that_begin_at_nothing_are_given_the_income_of_some_steps_once() -
     assert here.trained_s <= SHARE * (here.loop_s + AHEAD * 10.0) + MOST * here.pass_s
 
 
+def test_heads_that_were_trained_before_get_no_advance() -> None:
+    here = World(Budget(SHARE, MOST, shared=True, untrained=False), reach=ENDLESS)
+    assert here.step() == (LEAST, "training")
+    for _ in range(200):
+        here.step()
+        assert here.trained_s <= SHARE * here.loop_s + MOST * here.pass_s
+
+
 def test_after_a_warm_up_a_small_part_of_a_pass_says_how_long_one_takes() -> None:
     here = world(reach=ENDLESS)
     here.budget.begin(published=1, rejected=0)

@@ -29,12 +29,48 @@ def test_both_ends_see_one_byte(tmp_path: Path) -> None:
     assert not waiter.is_alive() and companion.take_waited_s() > 0.05 and companion.waited_s == 0
 
 
+def test_in_its_turn_the_companion_has_everything(tmp_path: Path) -> None:
+    loop, companion = Pace(tmp_path / "shared"), Pace(tmp_path / "shared")
+    loop.hand_over()
+    companion.give_way()
+    assert companion.has_all and not companion.held and companion.waited_s == 0
+    loop.hold(True)
+    assert companion.held and not companion.has_all
+    loop.hold(False)
+    assert not companion.held and not companion.has_all
+
+
 def test_a_companion_on_another_node_is_never_held(tmp_path: Path) -> None:
     loop = Pace(tmp_path / "here")
     companion = Pace(tmp_path / "there")
     loop.hold(True)
     companion.give_way()
     assert companion.waited_s == 0
+
+
+def test_a_turn_ends_in_its_time_and_goes_on_in_the_next(
+    ray_session: None, chain, client_of
+) -> None:
+    task = chain()
+    client = client_of(task, takes_turns=True, epochs=40)
+    assert client.takes_turns, "it shares the cores of a machine without a GPU"
+    client.give_way(True)
+    client.submit(task.batch(200, 16))
+    began = time.monotonic()
+    assert not client.take_turn(0.3)
+    assert 0.3 <= time.monotonic() - began < 2.0
+    assert client._pace.held, "the loop goes on, and the companion waits"
+    turns = 1
+    while not client.take_turn(0.5):
+        turns += 1
+    status = client.status()
+    assert turns > 1 and status.batches_trained == 1
+    # What it trained while the loop waited is not said to have been taken from it.
+    assert status.train_s > 0.3 and status.worked_s < status.train_s / 2
+    assert client.take_turn(0.5), "nothing is left"
+    client.give_way(False)
+    client.submit(task.batch(200, 16))
+    assert client.drain(60), "whoever waits for it gives it everything, too"
 
 
 def test_training_stands_still_at_once_and_goes_on(ray_session: None, chain, client_of) -> None:

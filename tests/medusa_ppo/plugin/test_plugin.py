@@ -8,6 +8,7 @@ under engines/ and end to end. The companion is real where it says `ray`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from heads.errors import CheckpointError, DataError, SwapError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import HiddenTap, lm_head_weight
+from medusa_ppo.companion.budget import Decision
 from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.wire import table_rows
@@ -733,6 +735,42 @@ def test_the_companion_stands_still_while_responses_are_generated(parts) -> None
     assert companion.gave_way[-1] is False
     score(plugin, actor, rollouts, range(len(rollouts.responses)))
     assert companion.gave_way[-1] is False and len(companion.batches) == 1
+
+
+def test_a_companion_on_the_loops_cores_has_a_turn_as_long_as_its_budget(parts) -> None:
+    """Before generation, if it was given something; the seconds count for the budget once."""
+    actor, engine, companion, _ = parts
+    companion.takes_turns = True
+    clock = itertools.count(step=0.5)
+    heads = MedusaHeads(HeadsConfig(32, 64, num_heads=2))
+    plugin = MedusaPlugin(
+        engine, companion, heads=heads, passes=2.0, share=0.1, clock=lambda: next(clock)
+    )
+    assert plugin.budget is not None
+    rollouts = engine.generate([[3, 4], [5, 6]], Sampling(max_new_tokens=6, seed=1))
+
+    def step(passes: float) -> dict[str, Any]:
+        plugin.budget._decide = lambda: Decision(passes, "training" if passes else "waiting")
+        plugin.before_generation()
+        plugin.rollout_ready(rollouts)
+        score(plugin, actor, rollouts, range(len(rollouts.responses)))
+        return plugin.metrics()
+
+    step(0.5)
+    assert companion.turns == [], "nothing was given before the first step"
+    left_s = plugin.budget.left_s
+    assert left_s > 0
+    values = step(0.0)
+    assert companion.turns == [left_s] and companion.gave_way[-1] is False
+    turn_s = 0.5  # Of the clock, which is read before and after.
+    assert values[names.COMPANION_TAKEN] == turn_s / plugin.budget._loop_s
+    step(0.0)
+    assert len(companion.turns) == 1, "it is done with what it was given"
+    plugin.budget.left_s = -1.0
+    step(0.5)
+    plugin.budget.left_s = -1.0
+    step(0.0)
+    assert len(companion.turns) == 1, "there is no budget"
 
 
 def test_a_companion_that_does_not_pay_is_handed_nothing(parts) -> None:
