@@ -11,8 +11,10 @@ after it, so the first step of each block belongs to the one before and is left 
 
 The output for each pair of neighbouring blocks: seconds of a step for each 1,000 tokens written,
 with training and without, and their ratio; then the median ratio with the smallest and the
-largest, the same for generation alone, and the share of the loop's seconds in which training
-worked. Steps draw their own responses, hence the seconds by token.
+largest, and the share of the loop's seconds that training took by the companion's account. Steps
+draw their own responses, hence the seconds by token. During generation nothing is trained, and how
+many tokens a draft step brings differs by chance: both steps of a pair count the mean of their
+generations, and the ratio of generation alone stands beside it.
 """
 
 from __future__ import annotations
@@ -106,6 +108,8 @@ def main() -> None:
     ratios = []
     for number in range(0, len(found) - 1, 2):
         (with_s, writing_s), (without_s, alone_s) = found[number : number + 2]
+        mean_s = (writing_s + alone_s) / 2
+        with_s, without_s = with_s - writing_s + mean_s, without_s - alone_s + mean_s
         ratios.append((with_s / without_s, writing_s / alone_s))
         sys.stdout.write(
             f"{number * args.block}.. | {with_s:.2f} | {without_s:.2f} |"
