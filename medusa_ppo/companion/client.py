@@ -406,21 +406,28 @@ class CompanionClient:
         """Wait until everything submitted is trained on. False if the time is up or the companion
         is gone.
         """
-        self.give_way(False)
-        if self.takes_turns:
-            self._pace.hand_over()
-        done = self._drained(timeout_s)
-        self.give_way(False)
-        return done
+        with self._all_cores():
+            return self._drained(timeout_s)
 
     def take_turn(self, seconds: float) -> bool:
         """Let the companion train on all cores, at most this long, while the loop waits. True if
         nothing is left to train on, or the companion is gone.
         """
-        self._pace.hand_over()
-        done = self._drained(seconds)
+        with self._all_cores():
+            done = self._drained(seconds)
         self.give_way(True)
         return done or not self._usable() or bool(self._error)
+
+    @contextlib.contextmanager
+    def _all_cores(self) -> Iterator[None]:
+        """Inside, the loop waits for the companion, which need not give way."""
+        self.give_way(False)
+        if self.takes_turns:
+            self._pace.hand_over()
+        try:
+            yield
+        finally:
+            self.give_way(False)
 
     def _drained(self, timeout_s: float) -> bool:
         if not self._usable():
@@ -437,9 +444,8 @@ class CompanionClient:
 
     def save(self, folder: str | Path) -> bool:
         """Write the companion's whole state into `folder`. False if that failed."""
-        self.give_way(False)
         if self._usable():
-            with self._guard("could not save its state"):
+            with self._all_cores(), self._guard("could not save its state"):
                 ray.get(
                     self._call("save", CONTROL, str(Path(folder).resolve())),
                     timeout=START_TIMEOUT_S,

@@ -366,9 +366,9 @@ class CompanionService:
     def _wait_for_a_core(self) -> None:
         """Wait until a core is idle, or it is this companion's turn."""
         while not self._pace.has_all:
-            began, idle_s = time.monotonic(), cores_idle_s()
+            self._beat, idle_s = time.monotonic(), cores_idle_s()
             self._pace.give_way(IDLE_S)
-            took_s = time.monotonic() - began
+            took_s = time.monotonic() - self._beat
             # In a longer wait the loop wanted the cores, and now does something else.
             if took_s < 1.5 * IDLE_S and cores_idle_s() - idle_s > 0.9 * took_s:
                 return

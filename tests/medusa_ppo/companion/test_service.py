@@ -24,6 +24,7 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion import service as service_module
 from medusa_ppo.companion.cycle import Cycle
+from medusa_ppo.companion.giving_way import Pace
 from medusa_ppo.companion.service import (
     HOST,
     SAVED_EVERY,
@@ -629,6 +630,34 @@ def test_cores_that_nobody_wanted_are_not_taken_from_the_loop(
     run_batches(service, [task.batch()])
     status = service.status()
     assert status.train_s > 0 and (status.worked_s > 0) == taken
+    service.close()
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_between_its_turns_a_companion_uses_what_is_idle(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, idle: bool
+) -> None:
+    """Where no core is, a batch waits for the turn, and is then trained on all cores."""
+    monkeypatch.setattr(
+        service_module, "cores_idle_s", lambda: 2 * time.monotonic() if idle else 0.0
+    )
+    monkeypatch.setattr(service_module, "cores_wanted_s", lambda: 0.0)
+    monkeypatch.setattr(service_module, "IDLE_S", 0.1)
+    monkeypatch.setattr(service_module.os, "sched_getaffinity", lambda pid: {0, 1, 2})
+    task = chain()
+    arguments = dataclasses.replace(arguments_for(task, tmp_path), takes_turns=True)
+    service = CompanionService(arguments, tables_of(task))
+    threads: set[int] = set()
+    run = service._cycle.run
+    monkeypatch.setattr(
+        service._cycle, "run", lambda batch: (threads.add(torch.get_num_threads()), run(batch))[1]
+    )
+    service.submit(pack(task.batch()))
+    if not idle:
+        assert not service.drain(1.0) and not threads, "somebody needs the cores"
+        Pace(Path(arguments.publish_dir)).hand_over()
+    assert service.drain(30)
+    assert threads == {1 if idle else 3}
     service.close()
 
 
