@@ -591,7 +591,7 @@ class _HostedService(CompanionService):
 
     def __init__(self, first: list[ray.ObjectRef]) -> None:
         arguments, tables = ray.get(first[0])
-        settle(arguments.companion)
+        settle(arguments.companion, arguments.takes_turns)
         super().__init__(arguments, ray.get(tables))
 
 

@@ -675,9 +675,13 @@ def forget_oldest(newest: Path, pattern: str) -> None:
             old.unlink(missing_ok=True)
 
 
-def settle(config: CompanionConfig) -> None:
-    """Threads, cores and priority of this process, so that PPO keeps its own."""
+def settle(config: CompanionConfig, takes_turns: bool = False) -> None:
+    """Threads, cores and priority of this process, so that PPO keeps its own. One that takes turns
+    with the loop has its priority: in a turn, other programs should not get more than the loop
+    lets them have.
+    """
     torch.set_num_threads(companion_threads(config.cores, alone=config.resource is not None))
     if config.cores:
         os.sched_setaffinity(0, set(config.cores))
-    os.nice(NICENESS)
+    if not takes_turns:
+        os.nice(NICENESS)

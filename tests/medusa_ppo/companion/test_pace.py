@@ -52,7 +52,7 @@ def test_a_turn_ends_in_its_time_and_goes_on_in_the_next(
     ray_session: None, chain, client_of
 ) -> None:
     task = chain()
-    client = client_of(task, takes_turns=True, epochs=40)
+    client = client_of(task, takes_turns=True, epochs=10)
     assert client.takes_turns, "it shares the cores of a machine without a GPU"
     client.give_way(True)
     client.submit(task.batch(200, 16))
@@ -69,7 +69,7 @@ def test_a_turn_ends_in_its_time_and_goes_on_in_the_next(
     assert status.train_s > 0.3 and status.worked_s < status.train_s / 2
     assert client.take_turn(0.5), "nothing is left"
     client.give_way(False)
-    client.submit(task.batch(200, 16))
+    client.submit(task.batch())
     assert client.drain(60), "whoever waits for it gives it everything, too"
 
 
