@@ -324,7 +324,7 @@ def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
             "Read its error in the log; PPO continued with the heads it had.",
         )
     dropped = summary["companion"]["batches_dropped"]
-    exposed = summary["companion"]["exposed_s"]
+    exposed = _exposed_beside_turns(summary["companion"])
     wall = summary["wall_s"]
     if dropped:
         text = (
@@ -337,12 +337,25 @@ def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
         )
         yield Finding("batches_dropped", text, do)
     if exposed and wall and exposed > EXPOSED_SHARE * wall:
-        text = f"The loop spent {w.percent(exposed / wall)} of its time inside the plugin's hooks."
+        text = (
+            f"The loop spent {w.percent(exposed / wall)} of its time inside the plugin's hooks,"
+            " the companion's turns left out."
+        )
         yield Finding(
             "plugin_exposed",
             text,
             "Check whether companion.wait is on; if not, handing over hidden states is slow.",
         )
+
+
+def _exposed_beside_turns(companion: dict[str, Any]) -> float | None:
+    """Seconds inside the plugin's hooks without those in which the loop waited for training that
+    has a budget.
+    """
+    exposed, train, hidden = (companion[name] for name in ("exposed_s", "train_s", "hidden_s"))
+    if companion["taken_frac"] is None or None in (exposed, train, hidden):
+        return exposed
+    return exposed - (train - hidden)
 
 
 def _of_ppo(run: Run, summary: Summary) -> Iterator[Finding]:

@@ -123,6 +123,15 @@ def test_each_fault_is_named_once_and_alone(code: str) -> None:
         ),  # the step did not draft
         make(drafted(1.05, version=0), drafted(1.02, version=1)),  # there was nothing to lose
         make({"nonfinite": ["companion_loss"]}),  # no batch trained yet
+        make(
+            {
+                "plugin_exposed_s": 3.0,
+                "companion_train_s": 2.9,
+                "companion_hidden_s": 0.0,
+                "companion_taken_frac": 0.15,
+                "wall_s": 20.0,
+            }
+        ),  # the companion's turns have a bound of their own
         make({"replay_mal_serving": 1.60, "replay_mal_frozen": 1.60}),
         # Rewards that vary more as more answers are right, and a critic that follows them.
         series(
