@@ -395,8 +395,8 @@ class MedusaPlugin:
         began = self._clock()
         if self._wait and not companion.drain(DRAIN_TIMEOUT_S):
             logger.warning("The companion did not finish its batches; the serving heads stay.")
-        budget = self.budget if self._unfinished and companion.takes_turns else None
-        if budget is not None and budget.left_s > 0:
+        budget = self.budget if self._unfinished else None
+        if budget is not None and budget.left_s > 0 and companion.takes_turns:
             self._unfinished = not companion.take_turn(budget.left_s)
             budget.take(self._clock() - began)
         published = companion.newest(
