@@ -55,8 +55,7 @@ class InTurns(Budget):
         if self._trains:
             super().step(seen)
         else:  # What the block before still had in training.
-            self.left_s -= seen.trained_s
-            self._trained_s += seen.trained_s
+            self.take(seen.trained_s)
 
     def decide(self) -> Decision:
         self._decided += 1

@@ -52,21 +52,19 @@ def test_a_turn_ends_in_its_time_and_goes_on_in_the_next(
     ray_session: None, chain, client_of
 ) -> None:
     task = chain()
-    client = client_of(task, takes_turns=True, epochs=10)
+    client = client_of(task, takes_turns=True, epochs=20)
     assert client.takes_turns, "it shares the cores of a machine without a GPU"
     client.give_way(True)
     client.submit(task.batch(200, 16))
     began = time.monotonic()
-    assert not client.take_turn(0.3)
-    assert 0.3 <= time.monotonic() - began < 2.0
+    assert not client.take_turn(0.1)
+    assert time.monotonic() - began >= 0.1 and client.status().batches_trained == 0
     assert client._pace.held, "the loop goes on, and the companion waits"
-    turns = 1
-    while not client.take_turn(0.5):
-        turns += 1
+    assert until(lambda: client.take_turn(0.5)), "it goes on in the next turns"
     status = client.status()
-    assert turns > 1 and status.batches_trained == 1
+    assert status.batches_trained == 1
     # What it trained while the loop waited is not said to have been taken from it.
-    assert status.train_s > 0.3 and status.worked_s < status.train_s / 2
+    assert status.train_s > 0.1 and status.worked_s < status.train_s / 2
     assert client.take_turn(0.5), "nothing is left"
     client.give_way(False)
     client.submit(task.batch())
