@@ -591,7 +591,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-pit-") as folder:
         stage = Stage.build(options, Path(folder))
         sys.stdout.write(f"{HEAD}\n")
-        for usual in [s for s in SETTINGS if s.name in names]:
+        # Fed engines come first: vLLM gets its hooks once in a process, those of a feed only if
+        # one is named then; without one they do nothing.
+        for usual in sorted((s for s in SETTINGS if s.name in names), key=lambda s: not s.fed):
             setting = replace(usual, sequences=options.sequences or usual.sequences)
             row = measure(setting, stage, options)
             # A control that passes is as bad as a row that fails: the test could not see a fault.

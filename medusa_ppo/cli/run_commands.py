@@ -42,13 +42,15 @@ def demo(
     overrides = [f"out={out.parent.as_posix()}", f"name={out.name}"]
     if steps:
         overrides.append(f"ppo.steps={steps}")
-    name = "demo"
-    if not find_hardware().gpus:
+    hardware = find_hardware()
+    bfloat16 = hardware.bfloat16
+    if not hardware.gpus:
         quiet_libraries()
-        bfloat16 = time_bfloat16()
-        if bfloat16.taken:
-            name = "demo-bf16"
-        say(f"{bfloat16}\nThe configuration is configs/{name}.yaml.")
+        timed = time_bfloat16()
+        bfloat16 = timed.taken
+        say(str(timed))
+    name = "demo-bf16" if bfloat16 else "demo"
+    say(f"The configuration is configs/{name}.yaml.")
     _run(load_config(preset(name), overrides), resume=False)
 
 

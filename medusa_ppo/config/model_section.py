@@ -6,7 +6,7 @@ from typing import Literal
 
 from medusa_ppo.config.section import Section, Text
 
-EMBEDDED_ACTORS = ("demo", "demo-grown")
+EMBEDDED_ACTORS = ("demo", "demo-grown", "demo-grown-10m")
 """Names of embedded actors, which are trained on first use."""
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Vision-language models (`model_type` in config.json) that can be an actor and see images."""
@@ -17,8 +17,8 @@ class ModelConfig(Section):
 
     path: Text = "demo"
     """The actor: a folder or hub name of a transformers causal LM. `demo` is a small embedded
-    actor, `demo-grown` the same actor made as slow as one of 20M parameters. Set it to the model
-    that you want to train; `demo` is for trying things out.
+    actor, `demo-grown` the same actor made as slow as one of 20M parameters, `demo-grown-10m` as one
+    of 10M. Set it to the model that you want to train; these are for trying things out.
     """
     critic_path: Text | None = None
     """The model that the critic starts from: a folder or hub name, or `demo`; null: the actor's own

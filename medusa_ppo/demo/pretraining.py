@@ -80,7 +80,11 @@ class Recipe:
 
 
 DEFAULT_RECIPE = Recipe()
-RECIPES = {"demo": DEFAULT_RECIPE, "demo-grown": replace(DEFAULT_RECIPE, grown_to=8192)}
+RECIPES = {
+    "demo": DEFAULT_RECIPE,
+    "demo-grown": replace(DEFAULT_RECIPE, grown_to=8192),
+    "demo-grown-10m": replace(DEFAULT_RECIPE, grown_to=4096),
+}
 """The embedded actors, by their names in `model.path`."""
 
 

@@ -118,9 +118,9 @@ def test_report_of_a_folder_that_is_no_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("able", "gpus", "dtype"), [(True, 0, "bfloat16"), (False, 0, None), (True, 1, None)]
+    ("able", "gpus", "dtype"), [(True, 0, "bfloat16"), (False, 0, None), (True, 1, "bfloat16")]
 )
-def test_the_demo_computes_in_what_is_faster_on_this_cpu(
+def test_the_demo_computes_in_what_is_faster_on_this_machine(
     monkeypatch: pytest.MonkeyPatch, able: bool, gpus: int, dtype: str | None
 ) -> None:
     runs: list[RunConfig] = []
