@@ -448,9 +448,9 @@ def setup_steps(model: str, data: str) -> tuple[SetupStep, ...]:
             "#### as in GSM8K",
             f"medusa-ppo ppo --config configs/one-gpu.yaml name=check-setup {given} ppo.steps=20"
             " report.speed_every=5",
-            ("Tokens per engine step, first published heads -> last steps", "Report: "),
-            "The second number of that line is above the first, and the report (in"
-            " runs/check-setup) has no warning.",
+            ("The same by replay, trained heads / frozen heads", "Report: "),
+            "The first number of that line is not below the second (below it the companion falls"
+            " behind the policy), and the report (in runs/check-setup) has no warning.",
         ),
         SetupStep(
             "drafting pays on this GPU",

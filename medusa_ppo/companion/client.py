@@ -49,6 +49,7 @@ from medusa_ppo.feeds.actor_sketch import sketch_rows
 from medusa_ppo.feeds.feed_manifest import FeedActor
 from medusa_ppo.feeds.http_feed import absolute, require_feed
 from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.runtime.hardware import find_hardware
 from medusa_ppo.runtime.processes import bundle, release, reserve, without_line
 
 logger = logging.getLogger(__name__)
@@ -146,6 +147,7 @@ class CompanionClient:
             resumed,
             hang_s=hang_s,
             takes_turns=self.takes_turns,
+            pace=self._pace.name,
             **served,
         )
         self._first_tables = ray.put(pack_tables(lm_head_VD, embedding_VD))
@@ -162,6 +164,9 @@ class CompanionClient:
         self.table_bytes = 0
         self._actor = _remote_actor(config, self._first, self._group)
         self._incarnations = {self._started()}
+        if self.shared and not ray.get(self._call("hears_loop", CONTROL)):
+            # It is on another node, and takes nothing from this one.
+            self.shared = self.takes_turns = False
         self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
         self._poll: ray.ObjectRef | None = None
         self._newest: PublishedHeads | None = None
@@ -413,10 +418,13 @@ class CompanionClient:
         """Let the companion train on all cores, at most this long, while the loop waits. True if
         nothing is left to train on, or the companion is gone.
         """
+        before, self._error = self._error, ""
         with self._all_cores():
             done = self._drained(seconds)
         self.give_way(True)
-        return done or not self._usable() or bool(self._error)
+        failed = bool(self._error)
+        self._error = self._error or before
+        return done or failed or not self._usable()
 
     @contextlib.contextmanager
     def _all_cores(self) -> Iterator[None]:
@@ -487,7 +495,9 @@ class CompanionClient:
         config = self._config
         if config.workers > 1 or config.resource or config.cores:
             return False
-        return 0 < (config.num_gpus or 0) < 1 or not ray.cluster_resources().get("GPU", 0.0)
+        if 0 < (config.num_gpus or 0) < 1:
+            return True
+        return not (find_hardware().gpus or ray.cluster_resources().get("GPU", 0.0))
 
     def _usable(self) -> bool:
         return not self._closed and ray.is_initialized()

@@ -8,11 +8,13 @@ byte in shared memory is read between two pieces of work and costs nothing.
 from __future__ import annotations
 
 import mmap
+import secrets
 import time
 from pathlib import Path
 
 GIVE_WAY_S = 0.005  # Seconds between two checks whether the loop still needs the cores.
 GO_ON, WAIT, TAKE_ALL = range(3)
+NAME_BYTES = 16
 
 
 class Pace:
@@ -22,6 +24,7 @@ class Pace:
     On another node the companion has its own byte, which is never set.
 
     Attributes:
+        name: random, the same for all who see the same byte.
         waited_s: seconds waited since they were last taken.
     """
 
@@ -29,9 +32,10 @@ class Pace:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / "pace", "ab") as file:
             if not file.tell():
-                file.write(b"\0")
+                file.write(b"\0" + secrets.token_bytes(NAME_BYTES))
         with open(folder / "pace", "r+b") as file:
-            self._byte = mmap.mmap(file.fileno(), 1)
+            self._byte = mmap.mmap(file.fileno(), 1 + NAME_BYTES)
+        self.name = self._byte[1:]
         self.waited_s = 0.0
 
     def hold(self, wanted: bool) -> None:
@@ -56,10 +60,13 @@ class Pace:
         """Wait for as long as the loop wants, and at least `rest_s` unless it hands over. The
         companion calls this between pieces of work.
         """
-        ends = time.monotonic() + rest_s
-        while self.held or (time.monotonic() < ends and not self.has_all):
+        now = time.monotonic()
+        ends = now + rest_s
+        while self.held or (now < ends and not self.has_all):
             time.sleep(GIVE_WAY_S)
-            self.waited_s += GIVE_WAY_S
+            # On a busy machine a sleep takes longer.
+            began, now = now, time.monotonic()
+            self.waited_s += now - began
 
     def take_waited_s(self) -> float:
         """Seconds waited; counting restarts."""

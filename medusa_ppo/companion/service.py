@@ -11,13 +11,14 @@ state and, on the same node, the last published version.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ from medusa_ppo.runtime.hardware import (
     cores_idle_s,
     cores_wanted_s,
     cpu_has_bfloat16,
+    usable_cores,
 )
 
 logger = logging.getLogger(__name__)
@@ -107,6 +109,7 @@ class CompanionService:
         self._incarnation = f"{os.getpid()}-{time.time_ns()}"
         self._cycle = make_cycle(arguments, tables)
         self._pace = Pace(Path(arguments.publish_dir))
+        self._hears_loop = self._pace.name == arguments.pace
         self._cycle.trainer.give_way = self._give_way
         self._device = self._cycle.trainer.device
         self._run_dir = Path(arguments.run_dir) if arguments.run_dir else None
@@ -127,8 +130,11 @@ class CompanionService:
         self._train_s = self._worked_s = self._cpu_since_s = 0.0
         self._wanted_since_s = math.nan
         self._busy_since: float | None = None
-        self._takes_turns = arguments.takes_turns
+        self._takes_turns = arguments.takes_turns and self._hears_loop
         self._wanted_last_s = math.nan
+        # The process's and the machine's counts when the training thread began to wait; None: it
+        # works.
+        self._waits_since: tuple[float, float] | None = None
         self._threads = torch.get_num_threads()
         self._loop_waits = False
         # The process's and the machine's counts at the last look, while the loop waits for a turn.
@@ -162,6 +168,10 @@ class CompanionService:
         """Name of this incarnation of the process; changes with a restart."""
         return self._incarnation
 
+    def hears_loop(self) -> bool:
+        """Whether it sees when the loop needs the cores: not on another node."""
+        return self._hears_loop
+
     def submit(self, packed: Any, tables: Any = None, number: int = 0) -> int:
         """Queue a batch. Never blocks; the oldest waiting batches are dropped if they are too old
         or take too many bytes (including the next one).
@@ -190,9 +200,8 @@ class CompanionService:
         published = self._published
         if published is not None and published.version <= after_version:
             published = None
-        stuck_s = (
-            0.0 if self._busy_since is None or self._pace.held else time.monotonic() - self._beat
-        )
+        waits = self._busy_since is None or self._waits_since is not None
+        stuck_s = 0.0 if waits else time.monotonic() - self._beat
         # In this order: at worst, what a later batch has added is reported with an older number.
         counted = self._counted
         draft_ids = self._cycle.draft_ids
@@ -359,28 +368,46 @@ class CompanionService:
         """
         if self._device.type == "cuda":
             return took_s
-        had_s = time.process_time() - self._cpu_since_s
-        wanted_s = cores_wanted_s() - self._wanted_since_s
+        cpu_s, wanted_s = self._waits_since or (time.process_time(), cores_wanted_s())
+        had_s = cpu_s - self._cpu_since_s
+        wanted_s -= self._wanted_since_s
         return had_s if math.isnan(wanted_s) else min(had_s, max(0.0, wanted_s))
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Inside, this thread only waits: nothing counts as training, and it does not hang."""
+        cpu_s, wanted_s = self._waits_since = time.process_time(), cores_wanted_s()
+        try:
+            yield
+        finally:
+            self._cpu_since_s += time.process_time() - cpu_s
+            self._wanted_last_s = cores_wanted_s()
+            self._wanted_since_s += self._wanted_last_s - wanted_s
+            self._beat = time.monotonic()
+            # Last: a status asked for meanwhile may report too little for now, but not too much.
+            self._waits_since = None
 
     def _wait_for_a_core(self) -> None:
         """Wait until a core is idle, or it is this companion's turn."""
         while not self._pace.has_all:
-            self._beat, idle_s = time.monotonic(), cores_idle_s()
+            began_s, idle_s = time.monotonic(), cores_idle_s()
             self._pace.give_way(IDLE_S)
-            took_s = time.monotonic() - self._beat
+            took_s = time.monotonic() - began_s
             # In a longer wait the loop wanted the cores, and now does something else.
             if took_s < 1.5 * IDLE_S and cores_idle_s() - idle_s > 0.9 * took_s:
                 return
 
     def _leave_out_turn(self) -> None:
-        """Not to count what was done since the last call if the loop waited for it: the loop counts
-        those seconds.
+        """Not to count a piece of work that began and ended in the same turn: the loop waited for
+        it, and counts those seconds.
         """
-        if self._turn_since is not None:
+        if self._turn_since is not None and self._pace.has_all:
             cpu_s, wanted_s = self._turn_since
             self._cpu_since_s += time.process_time() - cpu_s
             self._wanted_since_s += cores_wanted_s() - wanted_s
+        self._begin_piece()
+
+    def _begin_piece(self) -> None:
         self._turn_since = (time.process_time(), cores_wanted_s()) if self._pace.has_all else None
 
     def _give_way(self) -> None:
@@ -393,11 +420,11 @@ class CompanionService:
         if self._takes_turns and not wanted_s - self._wanted_last_s < WAITED * piece_s:
             rest_s = min(LONGEST_REST_S, RESTS * piece_s)
         if self._pace.held or (rest_s and not self._loop_waits):
-            self._pace.give_way(rest_s)
-            if rest_s:
-                self._wait_for_a_core()
-            # A process that waited for a core then did not wait for training.
-            self._wanted_since_s += cores_wanted_s() - wanted_s
+            with self._waiting():
+                self._pace.give_way(rest_s)
+                if self._takes_turns and not self._loop_waits:
+                    self._wait_for_a_core()
+            self._begin_piece()
         self._use_threads()
         self._wanted_last_s = cores_wanted_s()
         self._beat = time.monotonic()
@@ -410,8 +437,10 @@ class CompanionService:
             self._cycle.take_tables(unpack(batch.tables))
             self._tables_used = batch.tables
         self._loop_waits = batch.batch.rising_s is not None
-        if self._takes_turns and not self._loop_waits:
-            self._wait_for_a_core()
+        with self._waiting():
+            if self._takes_turns and not self._loop_waits:
+                self._wait_for_a_core()
+        self._begin_piece()
         self._use_threads()
         return self._cycle.run(batch.batch)
 
@@ -419,7 +448,7 @@ class CompanionService:
         """Compute on all cores while the loop waits, and otherwise on this companion's part."""
         threads = self._threads
         if self._loop_waits or self._pace.has_all:
-            threads = len(os.sched_getaffinity(0))
+            threads = usable_cores()
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
 

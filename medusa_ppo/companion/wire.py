@@ -241,6 +241,7 @@ class ServiceArguments:
         num_drafts: maximum drafts in a step; None: one per head.
         draft_vocab: how many of the most frequent tokens drafts may come from; None: all.
         takes_turns: whether the loop waits while the companion trains, on the same cores.
+        pace: name of the byte by which the loop tells it to wait; empty: nobody does.
     """
 
     heads: HeadsConfig
@@ -255,6 +256,7 @@ class ServiceArguments:
     num_drafts: int | None = None
     draft_vocab: int | None = None
     takes_turns: bool = False
+    pace: bytes = b""
 
 
 @dataclass(frozen=True)

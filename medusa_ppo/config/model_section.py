@@ -17,7 +17,7 @@ class ModelConfig(Section):
 
     path: Text = "demo"
     """The actor: a folder or hub name of a transformers causal LM. `demo` is a small embedded
-    actor, `demo-grown` the same actor made as slow as one of 20M parameters, `demo-grown-10m` as one
+    actor, `demo-grown` the same one made as slow as one of 20M parameters, `demo-grown-10m` as one
     of 10M. Set it to the model that you want to train; these are for trying things out.
     """
     critic_path: Text | None = None

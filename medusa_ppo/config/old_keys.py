@@ -72,7 +72,9 @@ OLD_KEYS = {
     "companion.checkpoint_every": "The companion's state is saved after each batch.",
     "companion.max_restarts": "It is restarted up to a hundred times.",
     "companion.hang_s": "It is ended and restarted after 300 s without an answer.",
-    "companion.niceness": "It is 5.",
+    "companion.niceness": (
+        "A companion that takes turns with the loop has its priority; any other runs at niceness 5."
+    ),
     "companion.threads": (
         "companion.cores=[...] puts a thread on each core; without it threads follow from the "
         "node's cores."

@@ -19,6 +19,7 @@ from medusa_ppo.demo.dtype_choice import LEAST_GAIN, UPDATE, time_bfloat16
 from medusa_ppo.demo.pretraining import DEFAULT_RECIPE, PretrainProgress, Recipe, grow, train_actor
 from medusa_ppo.demo.task import build_tokenizer, document, problem
 from medusa_ppo.runtime.files import cache_folder
+from medusa_ppo.runtime.hardware import usable_cores
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ def ensure_demo_actor(
                 tokenizer,
                 progress=progress,
                 partial=partial,
-                threads=len(os.sched_getaffinity(0)),
+                threads=usable_cores(),
                 bfloat16=time_bfloat16().ratios[UPDATE] < LEAST_GAIN,
             )
         _install(folder, model, tokenizer, recipe)

@@ -124,9 +124,17 @@ class LaunchPlan:
 
 
 def plan_launch(
-    model_path: str | Path, heads_path: str | Path | None, config: EngineConfig, seed: int
+    model_path: str | Path,
+    heads_path: str | Path | None,
+    config: EngineConfig,
+    seed: int,
+    *,
+    others_start: bool = False,
 ) -> LaunchPlan:
     """Check everything that can be known before an engine starts.
+
+    Args:
+        others_start: somebody else starts it, in an environment that we don't set.
 
     Raises:
         UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError.
@@ -178,6 +186,8 @@ def plan_launch(
         _refuse_quantised_lm_head({**model, **text})
         _refuse_quantising(config.extra.get("quantization"), {**model, **text})
         images = model.get("model_type") in VISION_FAMILIES
+        if others_start:
+            config = config.model_copy(update={"runner": _runner_of_environment(config.runner)})
         runner = checked_runner(config, images=images)
         max_drafts = heads.num_heads
         if (config.most_drafts or 0) > max_drafts:
@@ -272,6 +282,19 @@ def checked_runner(config: EngineConfig, *, images: bool) -> str:
             do="Set engine.runner=v1, or leave it out.",
         )
     return "v2"
+
+
+def _runner_of_environment(asked: str | None) -> str:
+    """The runner of an engine that somebody else starts: vLLM follows the environment."""
+    runner = "v2" if v2_asked() else "v1"
+    if asked == "v2" != runner:
+        raise ConfigError(
+            "The loop starts the engine, and vLLM takes its model runner from the environment.",
+            given=f"engine.runner=v2, {V2_SWITCH} not set",
+            expected=f"{V2_SWITCH}=1 where the engines start",
+            do=f"Set {V2_SWITCH}=1 before the loop starts, or leave engine.runner out.",
+        )
+    return asked or runner
 
 
 def _is_fastest_on_v2(config: EngineConfig) -> bool:

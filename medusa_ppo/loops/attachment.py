@@ -131,7 +131,9 @@ class Attachment:
             return str(MedusaPlugin.prepare_heads(self.config, actor, self._home.path / "heads"))
 
         heads = self.ranks.share(self._led(write))
-        self._plan = plan_launch(model.name_or_path, heads, self.config.engine, self.config.seed)
+        self._plan = plan_launch(
+            model.name_or_path, heads, self.config.engine, self.config.seed, others_start=True
+        )
         # The trainer decides everything else: length, memory, dtype and sampling.
         return {name: self._plan.engine_args[name] for name in OURS} | self.config.engine.extra
 

@@ -423,7 +423,9 @@ def served_arguments(config: RunConfig) -> Callable[[str], dict[str, Any]]:
         )
 
     def arguments(pretrain: str) -> dict[str, Any]:
-        plan = plan_launch(pretrain, Path(heads).resolve(), config.engine, config.seed)
+        plan = plan_launch(
+            pretrain, Path(heads).resolve(), config.engine, config.seed, others_start=True
+        )
         # Nobody calls these engines later: all settings go with them, and vLLM's own log has their
         # acceptance.
         ours = {name: plan.engine_args[name] for name in (*SPECULATION, "disable_log_stats")}

@@ -157,7 +157,7 @@ class RemoteAttachment(Attachment):
             metadata={"start": config.heads.path or "zero"},
         )
         save_state(self._kept_state, self._heads.trainable_state())
-        self._plan = plan_launch(model_path, start, config.engine, config.seed)
+        self._plan = plan_launch(model_path, start, config.engine, config.seed, others_start=True)
         self._before = Counters()
 
     def arguments(self, worker_extension: str) -> dict[str, Any]:
@@ -372,7 +372,8 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
 
 def server_flags(model: str, heads: str, config: RunConfig) -> list[str]:
     """vLLM's flags for drafting and swapping. Raises as `plan_launch`."""
-    arguments = plan_launch(model, heads, config.engine, config.seed).engine_args
+    plan = plan_launch(model, heads, config.engine, config.seed, others_start=True)
+    arguments = plan.engine_args
     return [
         "--model",
         model,

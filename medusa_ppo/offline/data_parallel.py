@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import math
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -35,6 +34,7 @@ from medusa_ppo.offline.collect import Sample
 from medusa_ppo.offline.hidden import HiddenReader, HiddenStates, read_all
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.scene import compute_dtype, on_device, training_device
+from medusa_ppo.runtime.hardware import usable_cores
 from medusa_ppo.runtime.processes import local_ray
 from medusa_ppo.runtime.rendezvous import Meeting, Place
 
@@ -258,7 +258,7 @@ class TrainingWorkers:
         size = options.workers
         gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
         # Ray gives a process that reserves one CPU one thread, whatever the machine has.
-        threads = max(1, len(os.sched_getaffinity(0)) // size)
+        threads = max(1, usable_cores() // size)
         kind: Any = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(WorkerHost)
         self._hosts = [kind.remote(rank, size, threads) for rank in range(size)]
         place = self._get(self._hosts[0].meet_here.remote())

@@ -73,6 +73,8 @@ class _Step:
     began: float = 0.0
     exposed_s: float = 0.0
     waited_s: float = 0.0
+    beside_s: float = 0.0
+    saved_s: float = 0.0
     rollouts: Rollouts | None = None
     serving: PublishedHeads | None = None
     choices: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -375,6 +377,8 @@ class MedusaPlugin:
         Raises:
             SwapError: the engine did not take newer heads, and `on_error` is `raise`.
         """
+        with self._exposed():
+            self._book_last()
         self._step.began = self._clock()
         with self._exposed():
             back = self.installer.take_back()
@@ -390,6 +394,15 @@ class MedusaPlugin:
             self.installer.feed_again()
         if self._companion is not None:
             self._companion.give_way(True)
+
+    def _book_last(self) -> None:
+        """Pass the last rollouts to the budget if nobody asked for their figures: a loop need not,
+        and may generate several times for one step.
+        """
+        step = self._step
+        if self.budget is not None and self._companion is not None and step.rollouts is not None:
+            self._book(self.budget, step, step.rollouts, self._companion.status())
+            step.rollouts = None
 
     def _ask_for_heads(self, companion: CompanionClient) -> PublishedHeads | None:
         began = self._clock()
@@ -541,6 +554,10 @@ class MedusaPlugin:
         worked_s = max(0.0, status.worked_s - self._worked_s_before)
         self._worked_s_before = status.worked_s
         beside_s = worked_s if self._companion is not None and self._companion.shared else 0.0
+        step.beside_s += beside_s
+        step.saved_s += seconds_saved(rollouts, status)
+        # A batch that waited too long for an answer may still be there.
+        self._unfinished = self._unfinished or status.queue_bytes > 0
         budget.step(
             StepSeen(
                 step_s=self._clock() - step.began,
@@ -557,8 +574,8 @@ class MedusaPlugin:
             names.COMPANION_REASON: budget.last.reason,
             names.COMPANION_TAKEN: budget.taken_frac,
             names.COMPANION_BUDGET_S: budget.left_s,
-            names.COMPANION_SAVED_S: seconds_saved(rollouts, status),
-            names.COMPANION_LOST_S: step.exposed_s + beside_s,
+            names.COMPANION_SAVED_S: step.saved_s,
+            names.COMPANION_LOST_S: step.exposed_s + step.beside_s,
         }
 
     @contextlib.contextmanager

@@ -4,6 +4,7 @@ memory share, compiled or eager, threads (no torch).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
 import math
@@ -34,6 +35,7 @@ CPU_MEMORY = 0.1
 MODEL_LEN = 512
 """Longest prompt plus response of an engine whose loop does not set lengths."""
 PRESSURE = Path("/proc/pressure/cpu")
+CONTROL_GROUP = Path("/sys/fs/cgroup")
 CORE_TIMES = Path("/proc/stat")
 COMPANION_SHARE = 0.1
 COMPANION_CORES = 4
@@ -70,8 +72,7 @@ class Choice(NamedTuple):
 @functools.cache
 def find_hardware() -> Hardware:
     """What this machine has."""
-    # Not os.cpu_count(): a container or a job may have only some of the machine's cores.
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     able, why = _capabilities()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     # nvidia-smi shows all GPUs, whatever the variable says. It may contain UUIDs, so its names are
@@ -260,14 +261,45 @@ def cores_wanted_s() -> float:
 
 
 def cores_idle_s() -> float:
-    """Seconds since boot in which a core had nothing to do, of all cores together, by the kernel's
-    count; NaN if it is not available.
+    """Seconds since boot in which a core that this process may use had nothing to do, of all these
+    cores together, by the kernel's count; NaN if it is not available. Nor is it where the process
+    gets less time than these cores have: their idle time is not its own.
     """
+    allowed = os.sched_getaffinity(0)
+    if usable_cores() < len(allowed):
+        return math.nan
     try:
-        fields = CORE_TIMES.read_text(encoding="utf-8").split(maxsplit=6)
-        return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
+        ticks = 0
+        for line in CORE_TIMES.read_text(encoding="utf-8").splitlines():
+            name, *times = line.split()
+            if name.startswith("cpu") and name != "cpu" and int(name[3:]) in allowed:
+                ticks += int(times[3]) + int(times[4])
+        return ticks / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError, IndexError):
         return math.nan
+
+
+def usable_cores() -> int:
+    """Cores that this process may use. A container or a job may have only some of the machine's
+    (its affinity), or the time of fewer (a limit of its control group).
+    """
+    cores = len(os.sched_getaffinity(0))
+    limit = _time_limit()
+    return cores if limit is None else max(1, min(cores, int(limit)))
+
+
+def _time_limit() -> float | None:
+    """Cores' worth of time that the control group may use, of version 2 or 1; None: no limit."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (CONTROL_GROUP / "cpu.max").read_text(encoding="utf-8").split()
+        return None if quota == "max" else int(quota) / int(period)
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (
+            (CONTROL_GROUP / "cpu" / f"cpu.cfs_{name}_us").read_text(encoding="utf-8")
+            for name in ("quota", "period")
+        )
+        return int(quota) / int(period) if int(quota) > 0 else None
+    return None
 
 
 def cpu_has_bfloat16() -> bool:
@@ -366,7 +398,7 @@ def companion_threads(cores: tuple[int, ...] | None, *, alone: bool) -> int:
     """
     if cores:
         return len(cores)
-    usable = len(os.sched_getaffinity(0))
+    usable = usable_cores()
     return usable if alone else max(1, usable // COMPANION_CORES)
 
 

@@ -4,7 +4,8 @@ One step of drafting is the same kernels whatever the requests are, as long as t
 them. So a step is recorded for a few sizes, into which smaller batches are padded, and replayed on
 tensors whose addresses never change. What a recording reads besides (heads, rings, slots, tables)
 keeps its addresses until a swap, a sync or a new setting; then all recordings are thrown away.
-V2's tables by slot keep theirs, too, and are read in place.
+V2's table of last tokens keeps its own, too, and is read in place. Its temperatures don't: they are
+in one of several buffers, in turn (`UvaBackedTensor`), so the speculator has its own.
 
 Shape letters: B requests of the recorded size, T rows of a step, S slots (the last one is spare),
 D hidden, K drafts.
@@ -39,8 +40,7 @@ class DraftStep:
         ends_B: row after the last one of each request.
         rejected_B, sampled_B: drafts refused, and tokens sampled.
         slots_B: slot of each request.
-        last_S1, temperature_S: V2's own tables, without a spare slot: the token sampled last, and
-            the temperature.
+        last_S1: V2's own table, without a spare slot: the token sampled last.
         top_k_B, top_p_B: None if no request of the batch has one.
     """
 
@@ -52,7 +52,6 @@ class DraftStep:
     sampled_B: torch.Tensor
     slots_B: torch.Tensor
     last_S1: torch.Tensor
-    temperature_S: torch.Tensor
     top_k_B: torch.Tensor | None
     top_p_B: torch.Tensor | None
 
@@ -65,11 +64,6 @@ class DraftStep:
             for name, value in found.items()
             if value is not None and _first(name) != "S"
         }
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """Where the tables are."""
-        return self.last_S1.data_ptr(), self.temperature_S.data_ptr()
 
 
 class Recording(Protocol):
@@ -94,15 +88,20 @@ class CudaRecorder:
     def __call__(self, call: Callable[[], torch.Tensor]) -> tuple[Recording, torch.Tensor]:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            # What a first call allocates for good, as cuBLAS does, is not part of the recording.
-            call()
         graph = torch.cuda.CUDAGraph()
         # Other threads (one reads new heads) may go on using the device.
         how: dict[str, Any] = {"pool": self._pool, "capture_error_mode": "thread_local"}
-        with torch.cuda.graph(graph, stream=self._stream, **how):
-            result = call()
-        current.wait_stream(self._stream)
+        try:
+            with torch.cuda.stream(self._stream):
+                # What a first call allocates for good, as cuBLAS does, is not part of the
+                # recording.
+                call()
+            with torch.cuda.graph(graph, stream=self._stream, **how):
+                result = call()
+        finally:
+            # A capture that fails leaves its own stream as the current one.
+            torch.cuda.set_stream(current)
+            current.wait_stream(self._stream)
         return graph, result
 
 

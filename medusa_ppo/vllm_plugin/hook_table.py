@@ -417,6 +417,13 @@ HOOKS: tuple[Hook, ...] = (
         "idx_mapping_np",
     ),
     _v2(
+        "temperatures and seeds of requests, V2",
+        "vllm.v1.worker.gpu.sample.states",
+        "SamplingStates.add_request",
+        "req_idx",
+        "sampling_params",
+    ),
+    _v2(
         "q that V2 verifies against",
         _V2_SAMPLER,
         "rejection_sample",

@@ -232,15 +232,15 @@ class HeldHeads(MedusaProposer):
         if ring is None or unread is None or not isinstance(fused, ContextHeads):
             return None
         # Steps that are held must be small: without drafts each request brings one pair at most.
-        most = min(max(drafted) + 1, ring.pairs)
-        arrived = Arrived.of_step(
-            hidden_TD, ids_T, rows_B, last_ids_B, sampled_B, at, ring.spare, most
-        )
+        most = max(drafted) + 1
+        step = hidden_TD, ids_T, rows_B, last_ids_B, sampled_B, at, ring.spare
+        arrived = Arrived.of_step(*step, min(most, ring.pairs))
         texts = self._texts
         copier = self._core.copier
         if texts is not None and copier is not None:
+            told = arrived if most <= ring.pairs else Arrived.of_step(*step, most)
             # The token x_{j+1} of a pair is one position after its state.
-            copier.write(texts, arrived.slots_N, arrived.positions_N + 1, arrived.ids_N)
+            copier.write(texts, told.slots_N, told.positions_N + 1, told.ids_N)
         if not count:
             if self.notes_at_once:
                 fused.note(ring, arrived)
@@ -252,6 +252,25 @@ class HeldHeads(MedusaProposer):
             return seen
         told_BKH = copier.find(texts, at.slots_B, at.positions_B + 1)
         return replace(seen, told_BKH=told_BKH)
+
+    @torch.inference_mode()
+    def note_tokens(
+        self,
+        hidden_TD: torch.Tensor,
+        ids_T: torch.Tensor,
+        rows_B: torch.Tensor,
+        last_ids_B: torch.Tensor,
+        sampled_B: torch.Tensor,
+        at: Standing,
+        drafted: Sequence[int],
+    ) -> None:
+        """Keep what a step sampled while there are no trained heads (the arguments are those of
+        `look_back`): heads that come later search it. Their keys are made then (`_forget_pairs`).
+        """
+        if self._texts is not None:
+            step = hidden_TD, ids_T, rows_B, last_ids_B, sampled_B, at
+            told = Arrived.of_step(*step, self._texts.spare, max(drafted) + 1)
+            self._texts.write_ids(told.slots_N, told.positions_N + 1, told.ids_N)
 
     @torch.inference_mode()
     def admit(self, admitted: Sequence[Admitted]) -> None:
@@ -281,7 +300,12 @@ class HeldHeads(MedusaProposer):
             axis=1,
         )
         for part_3N in torch.from_numpy(numbers_3N).split(TEXT_TOKENS_AT_ONCE, dim=1):
-            copier.write(texts, *sending.sent(part_3N, self.device).unbind(0))
+            written = sending.sent(part_3N, self.device).unbind(0)
+            if self.drafting:
+                copier.write(texts, *written)
+            else:
+                # As in `note_tokens`; a deep sleep may have thrown away what keys are made of.
+                texts.write_ids(*written)
 
     def _forget_pairs(self) -> None:
         super()._forget_pairs()
@@ -367,6 +391,7 @@ class MedusaSpeculator(DraftModelSpeculator):
         self._grammar_S[-1] = True
         self._requests_S = torch.zeros(slots, dtype=torch.int64, device=device)
         self._keys_S = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._temperature_S = torch.zeros(slots, device=device)
         self._admitted = 0
         self.draft_logits: Any = DraftsToVerify(self.drafter, self._requests_S, self.vocab_size)
 
@@ -399,12 +424,16 @@ class MedusaSpeculator(DraftModelSpeculator):
         # Mixed here once: every step would need a dozen kernels for it.
         keys = keys_of([int(states.seeds.np[new.slot]) for new in admitted]).tolist()
         serials = range(self._admitted + 1, self._admitted + 1 + len(admitted))
+        # As integers, to be sent with the others.
+        temperatures = states.temperature.np[[new.slot for new in admitted]].view(np.int32).tolist()
         rows = [
-            (new.slot, serial, key, new.has_grammar)
-            for new, serial, key in zip(admitted, serials, keys, strict=True)
+            (new.slot, *values, new.has_grammar)
+            for new, *values in zip(admitted, serials, keys, temperatures, strict=True)
         ]
         self._admitted += len(admitted)
-        slots_N, serials_N, keys_N, grammar_N = sending.sent(rows, self.device).unbind(1)
+        numbers = sending.sent(rows, self.device).unbind(1)
+        slots_N, serials_N, keys_N, temperatures_N, grammar_N = numbers
+        self._temperature_S[slots_N] = temperatures_N.int().view(torch.float32)
         self._requests_S[slots_N] = serials_N
         self._keys_S[slots_N] = keys_N
         self._grammar_S[slots_N] = grammar_N.bool()
@@ -453,7 +482,6 @@ class MedusaSpeculator(DraftModelSpeculator):
             num_sampled[:batch],
             input_batch.idx_mapping[:batch],
             last_sampled,
-            temperature,
             *cuts,
         )
         if dummy_run:
@@ -476,12 +504,15 @@ class MedusaSpeculator(DraftModelSpeculator):
                 accepted_B = (num_sampled[:batch] - 1).clamp_min(0)
                 drafter.stopping.settle(at.slots_B, drafted_B, accepted_B)
         if not drafter.drafting:
-            rows_B, last_ids_B = self._newest(step)[1:]
+            at, rows_B, last_ids_B = self._newest(step)
             drafter.count(step.ids_T, rows_B, last_ids_B, step.sampled_B)
+            drafter.note_tokens(
+                step.hidden_TD, step.ids_T, rows_B, last_ids_B, step.sampled_B, at, drafted
+            )
             return self._padded(last_ids_B.new_zeros(batch, 0))
         drafter.notes_at_once = self._graphs is not None and not self._graphs.broken
         if self._graphs is not None and drafter.is_still:
-            self._graphs.reads(*drafter.read_by_drafts, *step.addresses)
+            self._graphs.reads(*drafter.read_by_drafts, step.last_S1.data_ptr())
             found_Bk = self._graphs.drafts(
                 step,
                 input_batch.num_tokens,
@@ -519,11 +550,9 @@ class MedusaSpeculator(DraftModelSpeculator):
         slots_B = step.slots_B.long()
         rows_B = (step.ends_B - 1 - step.rejected_B).long()
         at = Standing(slots_B, self._requests_S[slots_B], step.positions_T[rows_B].long())
-        return at, rows_B, step.last_S1[self._own(slots_B)].view(-1)
-
-    def _own(self, slots_B: torch.Tensor) -> torch.Tensor:
-        """Slots of V2's own tables, which have none for requests that pad a batch."""
-        return slots_B.clamp_max(self.max_num_reqs - 1)
+        # V2's own table has no slot for requests that pad a batch.
+        own_B = slots_B.clamp_max(self.max_num_reqs - 1)
+        return at, rows_B, step.last_S1[own_B].view(-1)
 
     def _draft(self, step: DraftStep, count: int, drafted: Sequence[int] | None) -> Drafted:
         """`count` drafts for each request; with 0 only what arrived is noted.
@@ -552,8 +581,8 @@ class MedusaSpeculator(DraftModelSpeculator):
         hidden_BD = step.hidden_TD[rows_B]
         if drafter.slots is None:
             return drafter.draft(hidden_BD, last_ids_B, count, seen=seen)
-        own_B = self._own(at.slots_B)
-        temperature_B = torch.where(self._grammar_S[at.slots_B], 0.0, step.temperature_S[own_B])
+        temperature_B = self._temperature_S[at.slots_B]
+        temperature_B = temperature_B.masked_fill(self._grammar_S[at.slots_B], 0.0)
         keys_B = self._keys_S[at.slots_B]
         noise_BK = uniforms(at.positions_B, keys_B, None, DRAFT_STREAM, count)
         sampling = DraftSampling(temperature_B, noise_BK, step.top_k_B, step.top_p_B)
@@ -617,7 +646,8 @@ class DraftsToVerify:
         temperature_S = torch.ones_like(self._requests_S, dtype=torch.float32)
         # In vLLM's own types, for which the kernel is compiled now.
         few_T = nothing_T.int()
-        self.by_row(VerifiedRows(few_T, few_T, nothing_T, few_T), temperature_S, self._requests_S)
+        dummy = VerifiedRows(nothing_T, few_T, nothing_T, few_T)
+        self.by_row(dummy, temperature_S, self._requests_S)
 
 
 # ---- what is replaced in vLLM

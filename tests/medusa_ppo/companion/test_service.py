@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 import os
 import pickle
@@ -39,7 +40,7 @@ from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.feeds.feed import verify
 from medusa_ppo.feeds.feed_manifest import FeedActor
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from tests.medusa_ppo.companion.conftest import sampled
+from tests.medusa_ppo.companion.conftest import sampled, until
 
 
 def arguments_for(
@@ -523,10 +524,49 @@ def test_a_training_thread_that_is_stuck_is_told_and_one_that_gives_way_is_not(
     time.sleep(0.3)
     assert 0.1 < service.newest(0).stuck_s < 5
     service._pace.hold(True)
-    assert service.newest(0).stuck_s == 0
-    service._pace.hold(False)
+    assert service.newest(0).stuck_s > 0.1, "it does not wait, whatever the loop wants"
     stuck.set()
+    assert service.drain(10)
+    service._cycle.run = lambda batch: service._give_way()  # type: ignore[assignment,return-value]
+    service.submit(pack(task.batch()))
+    time.sleep(0.3)
+    assert service.newest(0).stuck_s == 0, "it waits"
+    service._pace.hold(False)
     service.drain(10)
+    service.close()
+
+
+def test_what_others_do_while_it_waits_is_not_taken_from_them(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in a status that is asked for while it waits, before it trains and in the middle."""
+    task = chain()
+    arguments = arguments_for(task, tmp_path)
+    pace = Pace(Path(arguments.publish_dir))
+    wanted = itertools.count(step=100.0)
+    monkeypatch.setattr(service_module, "cores_wanted_s", lambda: 0.0)
+    monkeypatch.setattr(service_module, "cores_idle_s", lambda: 0.0)
+    arguments = dataclasses.replace(arguments, takes_turns=True, pace=pace.name)
+    service = CompanionService(arguments, tables_of(task))
+    assert service.hears_loop()
+    service._cycle.run = lambda batch: service._give_way()  # type: ignore[assignment,return-value]
+    service.submit(pack(task.batch()))
+    assert until(lambda: service._waits_since is not None)
+    monkeypatch.setattr(service_module, "cores_wanted_s", lambda: next(wanted))
+    assert service.status().worked_s == 0.0, "it waits for a core"
+    pace.hand_over()
+    assert service.drain(10)
+    assert service.status().worked_s < 1.0
+    service.close()
+
+
+def test_a_companion_that_does_not_hear_the_loop_takes_no_turns(chain, tmp_path: Path) -> None:
+    """On another node; the loop then counts nothing and waits for nothing."""
+    task = chain()
+    arguments = dataclasses.replace(arguments_for(task, tmp_path), takes_turns=True, pace=b"other")
+    service = CompanionService(arguments, tables_of(task))
+    assert not service.hears_loop()
+    run_batches(service, [task.batch()])
     service.close()
 
 
@@ -645,7 +685,9 @@ def test_between_its_turns_a_companion_uses_what_is_idle(
     monkeypatch.setattr(service_module, "IDLE_S", 0.1)
     monkeypatch.setattr(service_module.os, "sched_getaffinity", lambda pid: {0, 1, 2})
     task = chain()
-    arguments = dataclasses.replace(arguments_for(task, tmp_path), takes_turns=True)
+    arguments = arguments_for(task, tmp_path)
+    pace = Pace(Path(arguments.publish_dir))
+    arguments = dataclasses.replace(arguments, takes_turns=True, pace=pace.name)
     service = CompanionService(arguments, tables_of(task))
     threads: set[int] = set()
     run = service._cycle.run
@@ -655,7 +697,7 @@ def test_between_its_turns_a_companion_uses_what_is_idle(
     service.submit(pack(task.batch()))
     if not idle:
         assert not service.drain(1.0) and not threads, "somebody needs the cores"
-        Pace(Path(arguments.publish_dir)).hand_over()
+        pace.hand_over()
     assert service.drain(30)
     assert threads == {1 if idle else 3}
     service.close()

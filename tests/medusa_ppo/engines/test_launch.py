@@ -317,6 +317,19 @@ def test_which_model_runner(
     assert runner(**recorded) == "v2" and "doctor --distribution" in caplog.text
     assert runner(**recorded, sleep_level=1) == "v1" == runner(**recorded, transfer="broadcast")
     assert runner(**recorded, extra={"tensor_parallel_size": 2}) == "v1"
+
+    def of_others(**settings: Any) -> str:
+        config = EngineConfig(**recorded, **settings)
+        return plan_launch(model, heads, config, 0, others_start=True).runner
+
+    assert of_others() == "v1", "vLLM follows the environment, which is not ours to set"
+    with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
+        of_others(runner="v2")
+    with monkeypatch.context() as environment:
+        environment.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+        assert of_others() == "v2" == of_others(runner="v2")
+        with pytest.raises(ConfigError, match="different model runner"):
+            of_others(runner="v1")
     monkeypatch.setattr(launch, "vllm_version", lambda: "0.26.0")
     assert runner() == "v1"
     with pytest.raises(UnsupportedVersionError, match=r"0\.26"):

@@ -773,6 +773,28 @@ def test_a_companion_on_the_loops_cores_has_a_turn_as_long_as_its_budget(parts) 
     assert len(companion.turns) == 1, "there is no budget"
 
 
+def test_a_loop_need_not_ask_for_figures_nor_after_each_generation(parts) -> None:
+    """Its seconds bring in a budget all the same, each of them once."""
+    actor, engine, companion, _ = parts
+    companion.takes_turns = True
+    now = [0.0]
+    heads = MedusaHeads(HeadsConfig(32, 64, num_heads=2))
+    plugin = MedusaPlugin(
+        engine, companion, heads=heads, passes=2.0, share=0.1, clock=lambda: now[0]
+    )
+    rollouts = engine.generate([[3, 4], [5, 6]], Sampling(max_new_tokens=6, seed=1))
+    for generations in range(3):
+        plugin.before_generation()
+        assert plugin.budget._loop_s == 10.0 * generations
+        assert len(companion.turns) == generations, "each batch has its turn"
+        plugin.rollout_ready(rollouts)
+        score(plugin, actor, rollouts, range(len(rollouts.responses)))
+        now[0] += 10.0
+    assert plugin.metrics()[names.COMPANION_REASON] and plugin.budget._loop_s == 30.0
+    plugin.before_generation()
+    assert plugin.budget._loop_s == 30.0, "these were asked for"
+
+
 def test_a_companion_that_does_not_pay_is_handed_nothing(parts) -> None:
     """Not a state is copied, not a table sent; when it is worth it again, the tables come first."""
     actor, engine, companion, _ = parts

@@ -33,9 +33,12 @@ def test_seconds_are_read_where_the_kernel_tells(
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        ("cpu  100 0 50 400 200 0 3 0 0 0\ncpu0 50 0 25 200 100 0 3 0 0 0\n", 6.0),
-        ("", math.nan),
-        ("cpu  some\n", math.nan),
+        (
+            "cpu  100 0 50 400 200 0 3 0 0 0\ncpu0 50 0 25 200 100 0 3 0 0 0\n"
+            "cpu1 50 0 25 100 50 0 3 0 0 0\ncpu2 0 0 0 900 0 0 0 0 0 0\nintr 1 2 3\n",
+            4.5,
+        ),
+        ("cpu0 some\n", math.nan),
         (None, math.nan),
     ],
 )
@@ -46,5 +49,33 @@ def test_idle_seconds_are_those_without_work_and_those_that_wait_for_a_disk(
     if text is not None:
         file.write_text(text)
     monkeypatch.setattr(hardware, "CORE_TIMES", file)
+    monkeypatch.setattr(hardware, "CONTROL_GROUP", tmp_path)
     monkeypatch.setattr(os, "sysconf", lambda name: 100)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     assert hardware.cores_idle_s() == pytest.approx(seconds, nan_ok=True)
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    assert math.isnan(hardware.cores_idle_s()), "others' idle seconds, where the time is limited"
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "250000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "1600000 100000\n"}, 8),
+        ({"cpu.max": "odd"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 8),
+        ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+    ],
+)
+def test_a_container_may_use_as_many_cores_as_it_gets_the_time_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], cores: int
+) -> None:
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(hardware, "CONTROL_GROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert hardware.usable_cores() == cores

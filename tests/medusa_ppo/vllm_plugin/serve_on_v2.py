@@ -178,6 +178,8 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
         few = Sampling(1.0, max_new_tokens=8, ignore_eos=True)
         drawn = engine.generate(asked[:8], few)
         tell(drawn=[list(response.token_ids) for response in drawn.responses])
+        seeded = replace(few, seed=7)
+        tell(recorded=recorded(runner.speculator, lambda: engine.generate(asked[:8], seeded)))
         tell(block=getattr(runner.rejection_sampler, "use_block_verification", False))
         exact = greedy(model, asked[:4])
         asked_greedily = Sampling(0.0, max_new_tokens=GREEDY_TOKENS, ignore_eos=True)
@@ -261,6 +263,37 @@ def main(folder: Path, context: int, copy_parts: int, kind: str) -> None:
         )
         tell(chosen=(same, sum(sum(row["steps"]) for row in engine.choices())))
         tell(**take_from_a_feed(engine, folder, asked[:4], context, copy_parts))
+
+
+def recorded(speculator: Any, generate: Any) -> dict[str, Any]:
+    """Whether the tokens are the same if drafting calls are recorded and replayed, and how often
+    each recording is. A CPU has no CUDA graphs: a recording is the call itself. vLLM's tensors are
+    its own, so what a recording reads is where vLLM really puts it.
+    """
+    from medusa_ppo.vllm_plugin.draft_graphs import DraftGraphs
+
+    replays: list[int] = []
+
+    class Again:
+        def __init__(self, call: Any) -> None:
+            self._call, self.number = call, len(replays)
+            replays.append(0)
+            self.result = call().clone()
+
+        def replay(self) -> None:
+            replays[self.number] += 1
+            self.result.copy_(self._call())
+
+    def record(call: Any) -> tuple[Any, torch.Tensor]:
+        again = Again(call)
+        return again, again.result
+
+    drawn = []
+    for graphs in (None, DraftGraphs(PROMPTS, HEADS, record)):
+        speculator._graphs = graphs
+        drawn.append([list(response.token_ids) for response in generate().responses])
+    speculator._graphs = None
+    return {"alike": drawn[0] == drawn[1], "replays": replays}
 
 
 def refusal(engine: ColocatedEngine, settings: dict[str, Any]) -> str:

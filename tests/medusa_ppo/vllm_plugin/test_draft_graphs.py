@@ -124,7 +124,8 @@ class Scene:
             torch.full((count,), min(verified, 1), dtype=torch.int32),
             self.last_S1,
             None,
-            self.step.temperature_S,
+            # V2 has several buffers, in turn.
+            self.step.temperature_S.clone(),
             self.seeds_S,
         )
 
@@ -263,3 +264,20 @@ def test_sizes_reach_the_most_requests_with_little_padding(most: int) -> None:
     assert list(sizes) == sorted(set(sizes)) and sizes[-1] == most
     for below, above in itertools.pairwise(sizes):
         assert above <= 2 * below and (below < 32 or above - below <= below / 4)
+
+
+@pytest.mark.parametrize("why", ["no heads yet", "few pairs"])
+def test_the_text_to_copy_from_has_no_gaps(why: str) -> None:
+    """Neither where heads come while requests run, nor where a step samples more tokens than the
+    heads' other attention looks back.
+    """
+    whole = Scene(recorded=False, pairs=K + 1, copy_parts=2)
+    other = Scene(recorded=False, pairs=1 if why == "few pairs" else K + 1, copy_parts=2)
+    other.speculator.drafter.fed = why == "few pairs"
+    for scene in (whole, other):
+        for seed, verified in enumerate((K, 0, K)):
+            scene.take([1, 4], seed, verified)
+    told, texts = (scene.speculator.drafter._texts for scene in (whole, other))
+    assert int(told.newest_S[1]) > K
+    assert torch.equal(texts.newest_S[:SLOTS], told.newest_S[:SLOTS])
+    assert torch.equal(texts.ids_SL[:SLOTS], told.ids_SL[:SLOTS])

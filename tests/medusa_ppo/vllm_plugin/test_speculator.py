@@ -98,6 +98,13 @@ def test_when_steps_are_scheduled_changes_no_token(seen: dict[str, Any]) -> None
     assert len(set(map(tuple, seen["drawn"]))) == 8
 
 
+def test_a_recorded_drafting_call_is_used_again_and_draws_the_same(seen: dict[str, Any]) -> None:
+    """What it reads from vLLM keeps its place while vLLM goes from step to step."""
+    assert seen["recorded"]["alike"]
+    replays = seen["recorded"]["replays"]
+    assert sum(replays) >= 3, replays
+
+
 def test_greedy_tokens_are_the_models_own_whatever_is_drafted(seen: dict[str, Any]) -> None:
     for count in range(3):
         same, drafts, draft_tokens = seen[f"greedy {count}"]

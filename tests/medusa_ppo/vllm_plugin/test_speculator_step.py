@@ -78,7 +78,8 @@ class Step:
         self.speculator = speculator
         self.states_seed = 1
         self.sampled_B = torch.ones(B, dtype=torch.int64)
-        self.temperature_S = torch.tensor([1.0, 0.7, 1.0, 0.0, 1.0])
+        speculator._temperature_S = torch.tensor([1.0, 0.7, 1.0, 0.0, 1.0, 0.0])
+        self.temperature_S = speculator._temperature_S[:SLOTS]
         self.batch = SimpleNamespace(
             num_reqs=B,
             req_ids=["a", "b", "c"],
@@ -105,7 +106,7 @@ class Step:
             nothing_B,
             torch.arange(SLOTS).unsqueeze(1),
             None,
-            self.temperature_S,
+            None,  # Its address changes with each step; what was admitted counts.
             torch.arange(SLOTS),
             dummy_run,
             num_speculative_tokens,
@@ -376,7 +377,11 @@ def test_new_requests_reach_the_device_together_and_without_waiting(
     monkeypatch.setattr(sending, "sent", count)
     speculator._admitted = 6
     new = [arrived(2, [7, 8, 9]), arrived(0, [5]), arrived(3, [6, 6, 7, 8], grammar=True)]
-    states = SimpleNamespace(seeds=SimpleNamespace(np=np.arange(SLOTS) - 2**62))
+    temperatures_S = np.linspace(0.0, 1.3, SLOTS, dtype=np.float32)
+    states = SimpleNamespace(
+        seeds=SimpleNamespace(np=np.arange(SLOTS) - 2**62),
+        temperature=SimpleNamespace(np=temperatures_S),
+    )
     speculator.admit(new[:requests], states)
     assert len(counted) == 5
     texts = speculator.drafter._texts
@@ -387,6 +392,7 @@ def test_new_requests_reach_the_device_together_and_without_waiting(
         assert int(speculator._requests_S[one.slot]) == 7 + row
         assert int(speculator._keys_S[one.slot]) == int(keys_of([one.slot - 2**62]))
         assert bool(speculator._grammar_S[one.slot]) == one.has_grammar
+        assert float(speculator._temperature_S[one.slot]) == temperatures_S[one.slot]
     alone = Step(pairs=4, copy_parts=2).speculator
     alone._admitted = 6
     for one in new[:requests]:
