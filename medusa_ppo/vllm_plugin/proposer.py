@@ -82,8 +82,10 @@ from medusa_ppo.vllm_plugin.worker_calls import DRAFTING, Drafting
 
 logger = logging.getLogger(__name__)
 
-TEXT_TOKENS_AT_ONCE = 8192
-"""Tokens whose keys are computed at once: a batch of long prompts would need gigabytes."""
+TEXT_TOKENS_AT_ONCE = 2048
+"""Tokens whose keys are computed at once. With a large vocabulary each takes a few embeddings: 50 MB
+in all at a width of 4,096, and no profile sees it.
+"""
 MEMORY_LENGTHS = 16
 """The memory's texts have room for this many responses of full length."""
 
@@ -530,12 +532,7 @@ class MedusaProposer(Drafter):
         count = self.num_speculative_tokens
         numbers_B = torch.arange(hidden_BD.shape[0], device=self.device)
         ids_B = torch.zeros_like(numbers_B)
-        seen = None
-        if isinstance(self._core.fused, ContextHeads):
-            seen = self._core.fused.alone(hidden_BD, ids_B)
-            if self._texts is not None and self._core.copier is not None:
-                told_BKH = self._core.copier.find(self._texts, numbers_B, ids_B)
-                seen = replace(seen, told_BKH=told_BKH)
+        seen = self.seen_alone(hidden_BD, numbers_B)
         slots = self._slots
         if slots is None:
             self._core.draft(hidden_BD, ids_B, count, seen=seen)
@@ -548,6 +545,19 @@ class MedusaProposer(Drafter):
         kept = slots.look_up(numbers_B, stamps_B, count)
         slots.forget()
         return Proposed(kept, noise_BW)
+
+    def seen_alone(self, hidden_BD: torch.Tensor, slots_B: torch.Tensor) -> Seen | None:
+        """What requests attend to whose only state is this one, found with as much memory as what
+        others attend to.
+        """
+        fused = self._core.fused
+        if not isinstance(fused, ContextHeads):
+            return None
+        firsts_B = torch.zeros_like(slots_B)
+        seen = fused.alone(hidden_BD, firsts_B)
+        if self._texts is None or self._core.copier is None:
+            return seen
+        return replace(seen, told_BKH=self._core.copier.find(self._texts, slots_B, firsts_B))
 
     @torch.inference_mode()
     def probe(self, hidden: Sequence[Sequence[float]], last_ids: Sequence[int]) -> list[list[int]]:

@@ -579,6 +579,8 @@ class MedusaSpeculator(DraftModelSpeculator):
         if not count:
             return Drafted(last_ids_B.new_zeros(len(rows_B), 0))
         hidden_BD = step.hidden_TD[rows_B]
+        if drafted is None:
+            seen = drafter.seen_alone(hidden_BD, at.slots_B)
         if drafter.slots is None:
             return drafter.draft(hidden_BD, last_ids_B, count, seen=seen)
         temperature_B = self._temperature_S[at.slots_B]

@@ -22,6 +22,7 @@ from medusa_ppo.drafting.noise import keys_of
 from medusa_ppo.drafting.q_rows import VerifiedRows
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.drafting.stopping import Stopping
+from medusa_ppo.drafting.texts import Copier, TextRing
 from medusa_ppo.vllm_plugin import rank_agreement
 from medusa_ppo.vllm_plugin.cost_key import cost_key
 from medusa_ppo.vllm_plugin.running_requests import Admitted
@@ -193,6 +194,23 @@ def test_a_dummy_run_takes_the_path_that_serves(monkeypatch: pytest.MonkeyPatch)
     step.speculator.draft_logits.rows_at_once = 4
     step.propose(dummy_run=True)
     assert made[1:] == [(4, K, V)]
+
+
+def test_a_dummy_run_searches_texts_as_large_as_those_of_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = Step(pairs=4, copy_parts=2)
+    searched: list[tuple[int, ...]] = []
+    find = Copier.find
+
+    def seen(self: Copier, ring: TextRing, slots_B: torch.Tensor, *rest: Any) -> torch.Tensor:
+        searched.append((len(slots_B), ring.places))
+        return find(self, ring, slots_B, *rest)
+
+    monkeypatch.setattr(Copier, "find", seen)
+    step.propose(dummy_run=True)
+    step.propose()
+    assert len(searched) == 2 and searched[0] == searched[1]
 
 
 class Asked:
