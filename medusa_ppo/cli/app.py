@@ -75,7 +75,7 @@ medusa-ppo {version}: draft heads for the actor of a PPO loop.
 
 Start with one of these:
   medusa-ppo doctor                        check this machine
-  medusa-ppo demo                          see it work on an embedded example, 11 to 20 minutes
+  medusa-ppo demo                          see it work on an embedded example, 10 to 20 minutes
   medusa-ppo predict --model DIR --gpu h100 --acceptance 0.6,0.4,0.25,0.15
                                            what drafting would gain for your model
   medusa-ppo train --help                  train heads for your model

@@ -24,7 +24,7 @@ def demo(
         int | None, typer.Option(min=1, help="PPO steps; default: those of configs/demo.yaml.")
     ] = None,
 ) -> None:
-    """Run everything on an embedded example, with nothing to prepare: 11 to 20 minutes on two cores
+    """Run everything on an embedded example, with nothing to prepare: 10 to 20 minutes on two cores
     the first time.
 
     Trains a tiny actor on first use, runs PPO with drafting and the companion, then times steps
