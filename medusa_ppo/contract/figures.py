@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from medusa_ppo.contract.rollouts import Rollouts
     from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
 
+REPLAYED = (REPLAY_SERVING, REPLAY_CANDIDATE, REPLAY_FROZEN, REPLAY_POLICY_VERSION)
+"""What the companion's last judgement gave."""
+
 
 def rollout_figures(rollouts: Rollouts) -> dict[str, Any]:
     """Figures of the rollouts themselves: version, speed and length."""

@@ -44,7 +44,12 @@ from medusa_ppo.companion.wire import TableRows, WantedRows
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
-from medusa_ppo.contract.figures import companion_figures, seconds_saved, serving_figures
+from medusa_ppo.contract.figures import (
+    REPLAYED,
+    companion_figures,
+    seconds_saved,
+    serving_figures,
+)
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
@@ -531,13 +536,18 @@ class MedusaPlugin:
             names.SWAP_S: self.installer.take_seconds(),
             **self._warm_up,
         }
-        self._warm_up = {}
+        warmed_up, self._warm_up = bool(self._warm_up), {}
         if step.rollouts is not None:
             values |= serving_figures(step.rollouts, step.serving, step.choices)
         if status is not None:
             trained_s = max(0.0, status.train_s - self._train_s_before)
             self._train_s_before = status.train_s
-            values |= companion_figures(status)
+            figures = companion_figures(status)
+            if warmed_up:
+                # What was judged last are the warm-up's responses, and heads from before it.
+                for name in REPLAYED:
+                    figures.pop(name, None)
+            values |= figures
             values[names.SWAP_ALARMS] = self.installer.watch.alarms
             values[names.COMPANION_TRAIN_S] = trained_s
             values[names.COMPANION_HIDDEN_S] = max(0.0, trained_s - step.waited_s)

@@ -83,8 +83,8 @@ from medusa_ppo.vllm_plugin.worker_calls import DRAFTING, Drafting
 logger = logging.getLogger(__name__)
 
 TEXT_TOKENS_AT_ONCE = 2048
-"""Tokens whose keys are computed at once. With a large vocabulary each takes a few embeddings: 50 MB
-in all at a width of 4,096, and no profile sees it.
+"""Tokens whose keys are computed at once. With a large vocabulary each takes a few embeddings, in
+all 50 MB at a width of 4,096, which no profile sees.
 """
 MEMORY_LENGTHS = 16
 """The memory's texts have room for this many responses of full length."""

@@ -18,6 +18,7 @@ from heads.errors import SwapError
 from medusa_ppo.companion.holdout import HOLDOUT_PROMPTS, held_out, hold_out
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE
 from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.figures import REPLAYED
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads, ReplayRow
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, initial_heads
@@ -302,6 +303,9 @@ def test_ray_heads_that_begin_at_nothing_are_warm_before_the_first_step(
         PROMPTS, Sampling(seed=1), scored(plugin, actor), tokens=600, seconds=60.0
     )
     warm = engine.generate(PROMPTS, Sampling(seed=9)).counters.mean_acceptance_length
+    assert plugin._companion.status().serving is not None
+    first = plugin.metrics()
+    assert names.WARM_UP_S in first and not set(REPLAYED) & set(first), "of heads before step 0"
     plugin.close()
     assert not report.problem and report.after > report.before and report.seconds < 120
     assert engine.heads_version == 1 and warm > cold + 0.25, (cold, warm)
