@@ -432,8 +432,12 @@ def test_the_command_prints_it_and_starts_nothing(folder: Path, tmp_path: Path) 
 
 
 def test_the_demo_and_mistakes(tmp_path: Path) -> None:
-    demo = make_plan(load_config(CONFIGS[[p.stem for p in CONFIGS].index("demo")]), NO_GPU)
-    assert 19e6 < demo.model.parameters < 21e6, "with the zero-gated neurons"
+    demo, larger = (
+        make_plan(load_config(CONFIGS[[p.stem for p in CONFIGS].index(name)]), NO_GPU)
+        for name in ("demo", "demo-bf16")
+    )
+    assert 10e6 < demo.model.parameters < 11e6, "with the zero-gated neurons"
+    assert 19e6 < larger.model.parameters < 21e6
     plain = demo.processes[3]
     drafting = demo.processes[1]
     assert [p.name for p in demo.processes] == [
