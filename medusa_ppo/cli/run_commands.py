@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of the run.")] = Path("runs/demo"),
     steps: Annotated[
-        int | None, typer.Option(min=1, help="PPO steps; default: those of configs/demo.yaml.")
+        int | None, typer.Option(min=1, help="PPO steps; default: the configuration's.")
     ] = None,
 ) -> None:
     """Run everything on an embedded example, with nothing to prepare: 10 to 20 minutes on two cores

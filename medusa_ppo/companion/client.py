@@ -163,8 +163,9 @@ class CompanionClient:
         self._rows: tuple[int, ray.ObjectRef, int] | None = None
         self.table_bytes = 0
         self._actor = _remote_actor(config, self._first, self._group)
-        self._incarnations = {self._started()}
-        if self.shared and not ray.get(self._call("hears_loop", CONTROL)):
+        incarnation, hears_loop = self._started()
+        self._incarnations = {incarnation}
+        if not hears_loop:
             # It is on another node, and takes nothing from this one.
             self.shared = self.takes_turns = False
         self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
@@ -180,10 +181,12 @@ class CompanionClient:
         self._closed = False
         self._told: set[str] = set()
 
-    def _started(self) -> str:
-        """Wait for the first answer; returns the companion's incarnation."""
+    def _started(self) -> tuple[str, bool]:
+        """Wait for the first answers: its incarnation, and whether it hears the loop."""
         try:
-            return ray.get(self._call("ready", CONTROL), timeout=START_TIMEOUT_S)
+            asked = [self._call(name, CONTROL) for name in ("ready", "hears_loop")]
+            incarnation, hears_loop = ray.get(asked, timeout=START_TIMEOUT_S)
+            return incarnation, hears_loop
         except RayError as error:
             ray.kill(self._actor, no_restart=True)
             release(self._group)

@@ -269,12 +269,12 @@ def cores_idle_s() -> float:
     if usable_cores() < len(allowed):
         return math.nan
     try:
-        ticks = 0
+        ticks = []
         for line in CORE_TIMES.read_text(encoding="utf-8").splitlines():
             name, *times = line.split()
             if name.startswith("cpu") and name != "cpu" and int(name[3:]) in allowed:
-                ticks += int(times[3]) + int(times[4])
-        return ticks / os.sysconf("SC_CLK_TCK")
+                ticks.append(int(times[3]) + int(times[4]))
+        return sum(ticks) / os.sysconf("SC_CLK_TCK") if ticks else math.nan
     except (OSError, ValueError, IndexError):
         return math.nan
 

@@ -41,6 +41,7 @@ from medusa_ppo.drafting.products import DraftVocabulary
 from medusa_ppo.drafting.q_rows import VerifiedRows, table_rows_at_once
 from medusa_ppo.drafting.slots import NOTHING, DraftSlots, stamps
 from medusa_ppo.drafting.stopping import Ending
+from medusa_ppo.drafting.texts import Copier, TextRing
 from medusa_ppo.vllm_plugin import asynchronous, q_kernel
 from medusa_ppo.vllm_plugin.draft_graphs import CudaRecorder, DraftGraphs, DraftStep
 from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
@@ -226,6 +227,7 @@ class HeldHeads(MedusaProposer):
         """What requests attend to after a step (`Arrived.of_step`) that verified `drafted` drafts
         of each, if `count` drafts follow. None for heads without a context, and without further
         drafts: then the new pairs are held, or written at once where that is a part of a recording.
+        Without trained heads only the text is kept.
         """
         ring, unread = self._ring, self._unread
         fused = self._core.fused
@@ -240,7 +242,9 @@ class HeldHeads(MedusaProposer):
         if texts is not None and copier is not None:
             told = arrived if most <= ring.pairs else Arrived.of_step(*step, most)
             # The token x_{j+1} of a pair is one position after its state.
-            copier.write(texts, told.slots_N, told.positions_N + 1, told.ids_N)
+            self._write(texts, copier, told.slots_N, told.positions_N + 1, told.ids_N)
+        if not self.drafting:
+            return None
         if not count:
             if self.notes_at_once:
                 fused.note(ring, arrived)
@@ -253,24 +257,21 @@ class HeldHeads(MedusaProposer):
         told_BKH = copier.find(texts, at.slots_B, at.positions_B + 1)
         return replace(seen, told_BKH=told_BKH)
 
-    @torch.inference_mode()
-    def note_tokens(
+    def _write(
         self,
-        hidden_TD: torch.Tensor,
-        ids_T: torch.Tensor,
-        rows_B: torch.Tensor,
-        last_ids_B: torch.Tensor,
-        sampled_B: torch.Tensor,
-        at: Standing,
-        drafted: Sequence[int],
+        texts: TextRing,
+        copier: Copier,
+        slots_N: torch.Tensor,
+        positions_N: torch.Tensor,
+        ids_N: torch.Tensor,
     ) -> None:
-        """Keep what a step sampled while there are no trained heads (the arguments are those of
-        `look_back`): heads that come later search it. Their keys are made then (`_forget_pairs`).
+        """Write tokens, and their keys. Heads that come later search the tokens, too, and make the
+        keys then (`_forget_pairs`); a deep sleep may have thrown away what keys are made of.
         """
-        if self._texts is not None:
-            step = hidden_TD, ids_T, rows_B, last_ids_B, sampled_B, at
-            told = Arrived.of_step(*step, self._texts.spare, max(drafted) + 1)
-            self._texts.write_ids(told.slots_N, told.positions_N + 1, told.ids_N)
+        if self.drafting:
+            copier.write(texts, slots_N, positions_N, ids_N)
+        else:
+            texts.write_ids(slots_N, positions_N, ids_N)
 
     @torch.inference_mode()
     def admit(self, admitted: Sequence[Admitted]) -> None:
@@ -300,12 +301,7 @@ class HeldHeads(MedusaProposer):
             axis=1,
         )
         for part_3N in torch.from_numpy(numbers_3N).split(TEXT_TOKENS_AT_ONCE, dim=1):
-            written = sending.sent(part_3N, self.device).unbind(0)
-            if self.drafting:
-                copier.write(texts, *written)
-            else:
-                # As in `note_tokens`; a deep sleep may have thrown away what keys are made of.
-                texts.write_ids(*written)
+            self._write(texts, copier, *sending.sent(part_3N, self.device).unbind(0))
 
     def _forget_pairs(self) -> None:
         super()._forget_pairs()
@@ -504,12 +500,7 @@ class MedusaSpeculator(DraftModelSpeculator):
                 accepted_B = (num_sampled[:batch] - 1).clamp_min(0)
                 drafter.stopping.settle(at.slots_B, drafted_B, accepted_B)
         if not drafter.drafting:
-            at, rows_B, last_ids_B = self._newest(step)
-            drafter.count(step.ids_T, rows_B, last_ids_B, step.sampled_B)
-            drafter.note_tokens(
-                step.hidden_TD, step.ids_T, rows_B, last_ids_B, step.sampled_B, at, drafted
-            )
-            return self._padded(last_ids_B.new_zeros(batch, 0))
+            return self._padded(self._draft(step, 0, drafted).ids_BK)
         drafter.notes_at_once = self._graphs is not None and not self._graphs.broken
         if self._graphs is not None and drafter.is_still:
             self._graphs.reads(*drafter.read_by_drafts, step.last_S1.data_ptr())

@@ -38,6 +38,8 @@ def test_seconds_are_read_where_the_kernel_tells(
             "cpu1 50 0 25 100 50 0 3 0 0 0\ncpu2 0 0 0 900 0 0 0 0 0 0\nintr 1 2 3\n",
             4.5,
         ),
+        ("", math.nan),
+        ("cpu  some\n", math.nan),
         ("cpu0 some\n", math.nan),
         (None, math.nan),
     ],
