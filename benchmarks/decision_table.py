@@ -15,8 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from heads.heads_config import DRAFT_VOCABULARY
 from medusa_ppo.config.heads_section import HeadsSection
-from medusa_ppo.predict.asking import DRAFT_VOCABULARY
 from medusa_ppo.predict.gpus import find_gpu
 from medusa_ppo.predict.prediction import Prediction, Question, predict_on_gpu
 from medusa_ppo.predict.rollout_model import ResponseLengths

@@ -41,6 +41,11 @@ KEY_TOKENS = 16
 """Maximum number of tokens in a key of the copying attention."""
 LEAST_COPY_RANK = 256
 """Copied tokens enter the cell through at least this many numbers (fewer if D is smaller)."""
+LARGE_VOCABULARY = 32_768
+DRAFT_VOCABULARY = 8_192
+"""Vocabulary size from which drafts by default come only from the most frequent tokens, and the
+number of these.
+"""
 
 SINCE_COPYING = ("context_layers", "feed_forward", "copy_parts", "copy_tokens")
 """Fields added by format version 3. With these defaults heads equal those of earlier versions."""
@@ -169,6 +174,15 @@ class HeadsConfig:
     def needs_embedding(self) -> bool:
         """Whether the heads read the actor's embedding table."""
         return self.kind == "hydra"
+
+    @property
+    def draft_vocabulary(self) -> int:
+        """Number of tokens, the most frequent ones, that drafts come from and heads are trained
+        for unless a setting says otherwise; 0: all.
+        """
+        # It is taken from the actor's lm_head, which heads with their own lm_head don't read.
+        large = self.vocab_size >= LARGE_VOCABULARY and self.lm_head == "shared"
+        return DRAFT_VOCABULARY if large else 0
 
     @property
     def copies(self) -> bool:

@@ -56,11 +56,6 @@ logger = logging.getLogger(__name__)
 
 CACHE_BLOCK_TOKENS = 128  # vLLM's block size on the CPU; smaller elsewhere.
 MIN_CACHE_BYTES = 64 * 1024**2
-LARGE_VOCABULARY = 32_768
-DRAFT_VOCABULARY = 8_192
-"""Vocabulary size from which drafts by default come only from the most frequent tokens, and the
-number of these.
-"""
 HOST = "127.0.0.1"  # For a server started here: only this process uses it.
 ENVIRONMENT = {
     # The engine runs in this process: swaps are direct calls, and there is one process less.
@@ -343,9 +338,7 @@ def draft_vocabulary(config: EngineConfig, heads: HeadsConfig | None) -> int | N
     """Number of tokens that drafts come from and heads are trained for; 0 or None: all."""
     if config.draft_vocab is not None:
         return config.draft_vocab
-    # It is taken from the actor's lm_head, which heads with their own lm_head don't read.
-    large = heads is not None and heads.vocab_size >= LARGE_VOCABULARY and heads.lm_head == "shared"
-    return DRAFT_VOCABULARY if large else None
+    return (heads.draft_vocabulary or None) if heads is not None else None
 
 
 def cache_bytes(text_config: dict[str, Any], config: EngineConfig) -> int:

@@ -20,8 +20,6 @@ from medusa_ppo.runtime.hardware import ModelSizes
 
 RESPONSES, LENGTH_MEAN, PROMPT, SEQUENCES = 256, 1024.0, 512, 256
 """Defaults if neither options nor a run have a value."""
-DRAFT_VOCABULARY, LARGE_VOCABULARY = 8_192, 32_768
-"""The defaults of `engine.draft_vocab`: its size, and the vocabulary from which on it is used."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +128,7 @@ def _width(engine: EngineConfig, model: ModelSizes, heads: HeadsConfig) -> int:
     """Number of tokens that drafts come from, decided as an engine does."""
     if engine.draft_vocab is not None:
         return min(engine.draft_vocab or model.vocab, model.vocab)
-    large = model.vocab >= LARGE_VOCABULARY and heads.lm_head == "shared"
-    return DRAFT_VOCABULARY if large else model.vocab
+    return heads.draft_vocabulary or model.vocab
 
 
 def _loop(options: PredictOptions, run: RunConfig | None) -> LoopWork:

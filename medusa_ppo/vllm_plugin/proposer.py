@@ -132,8 +132,10 @@ class MedusaProposer(Drafter):
         self.fed = True  # Without heads nothing is drafted, whatever num_drafts says.
         self.num_drafts: int = self.num_speculative_tokens
         # What is set at the start is part of the memory that vLLM profiles, and reaches engines
-        # that nobody calls.
-        self._first: Drafting = (vllm_config.additional_config or {}).get(DRAFTING, {})
+        # that nobody calls. Where nothing is set, the engine drafts as one of a run does.
+        self._first: Drafting = (vllm_config.additional_config or {}).get(
+            DRAFTING, Drafting(choose=True)
+        )
         self.sampled = bool(self._first.get("sampled", True))
         self.draft_temperature = 1.0
         self.choose = False
@@ -182,8 +184,9 @@ class MedusaProposer(Drafter):
             packed_linear,
             image_tokens(config.hf_config),
         )
+        # By the companion's rule: heads were trained for these tokens only.
+        first_vocab = int(self._first.get("draft_vocab", self.heads.config.draft_vocabulary))
         shared = self.heads.config.lm_head == "shared"
-        first_vocab = int(self._first.get("draft_vocab", 0))
         self.draft_vocabulary = self._new_vocabulary(first_vocab if shared else 0)
         self._refresh_vocabulary()
         self._make_ring()

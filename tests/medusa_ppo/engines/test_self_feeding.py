@@ -18,12 +18,14 @@ from typing import Any
 import pytest
 import torch
 
+from heads import heads_config
 from heads.checkpoint import save_heads, save_state
 from heads.modules import MedusaHeads
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.http_server import ServerEngine
+from medusa_ppo.engines.launch import draft_vocabulary, read_heads_config
 from medusa_ppo.feeds.feed import Feed
 from medusa_ppo.feeds.feed_manifest import MANIFEST, FeedActor, FeedVersion, Release
 from medusa_ppo.feeds.feed_server import FeedServer
@@ -35,6 +37,7 @@ from medusa_ppo.vllm_plugin.feed_watch import FeedWatch
 from medusa_ppo.vllm_plugin.second_set import THREAD, SecondSet
 from medusa_ppo.vllm_plugin.self_feeding import FEEDER
 from medusa_ppo.vllm_plugin.speculation import FEED, speculation
+from medusa_ppo.vllm_plugin.worker_calls import DRAFTING, Drafting
 from tests.medusa_ppo.conftest import cpu_alone, on_two_gpus
 from tests.medusa_ppo.engines.conftest import HEADS, TIED, Actor, assert_greedy
 
@@ -471,16 +474,26 @@ def test_heads_whose_preparation_failed_beside_the_engine_are_prepared_between_t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("drafting", [None, {"num_drafts": 3, "draft_vocab": 0}])
 def test_what_a_loop_passes_is_vllms_own_configuration_and_an_address(
     actor: Actor,
     publisher: Publisher,
     quick: None,
     monkeypatch: pytest.MonkeyPatch,
+    drafting: Drafting | None,
 ) -> None:
-    """An engine that knows nothing of ours but heads: no worker extension, no call of a loop."""
+    """An engine that knows nothing of ours but heads: no worker extension, no call of a loop. If
+    nobody says how to draft, it chooses K, and drafts from the tokens that the companion trains.
+    """
     from vllm import LLM, SamplingParams, TokensPrompt
 
     monkeypatch.setenv(FEED, str(publisher.folder))
+    # As if the actor's vocabulary were a large one.
+    monkeypatch.setattr(heads_config, "LARGE_VOCABULARY", 16)
+    monkeypatch.setattr(heads_config, "DRAFT_VOCABULARY", 12)
+    told = speculation(str(actor.heads_path), 4, drafting or {})
+    if drafting is None:
+        del told["additional_config"][DRAFTING]
     installation.install()
     newest = publisher.publish(1)
     llm = LLM(
@@ -491,12 +504,18 @@ def test_what_a_loop_passes_is_vllms_own_configuration_and_an_address(
         skip_tokenizer_init=True,
         gpu_memory_utilization=0.05,
         kv_cache_memory_bytes=1 << 28,
-        **speculation(str(actor.heads_path), 4, {"num_drafts": 3, "choose": True}),
+        **told,
     )
     core = llm.llm_engine.engine_core.engine_core
     try:
         (held,) = core.collective_rpc("medusa_configure", args=({},))
-        assert (held["num_drafts"], held["choose"], held["sampled"]) == (3, True, True)
+        assert held["sampled"]
+        if drafting is None:
+            trained = draft_vocabulary(EngineConfig(), read_heads_config(actor.heads_path, 0, 0))
+            assert (held["num_drafts"], held["choose"], held["draft_vocab"]) == (4, True, trained)
+            assert trained == 12
+        else:
+            assert (held["num_drafts"], held["choose"], held["draft_vocab"]) == (3, False, 0)
         asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in actor.prompts[:8]]
         greedy = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, detokenize=False)
         first = [answer.outputs[0].token_ids for answer in llm.generate(asked, greedy)]
