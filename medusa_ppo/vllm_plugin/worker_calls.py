@@ -14,7 +14,7 @@ TRANSFER = "medusa_ppo"
 """Our weight-transfer backend's name in vLLM."""
 DRAFTING = "medusa_ppo_drafting"
 """In vLLM's additional_config: the `Drafting` that an engine begins with. Drafts are sampled unless
-it says otherwise.
+it says otherwise; without it the engine chooses their number.
 """
 HEADS = "medusa_ppo_heads"
 """In vLLM's additional_config: the heads' folder, where vLLM has no Medusa (from 0.33 on)."""
