@@ -639,6 +639,7 @@ class KeyEffects:
         engine: Any = SimpleNamespace(
             generate=lambda prompts, sampling: asked.append(len(prompts)) or self._rollouts,
             configure=lambda **settings: None,
+            num_drafts=4,
         )
         pairs = SpeedPairs(engine, config)
         for step in range(4):

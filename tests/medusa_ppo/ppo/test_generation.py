@@ -164,6 +164,33 @@ def test_order_alternates_and_the_run_keeps_the_drafting_rollouts(engine):
     )
 
 
+@pytest.mark.parametrize(
+    ("heads", "drafts", "found"), [(3, None, 3), (8, None, 8), (8, "auto", 8), (8, 6, 6), (2, 2, 2)]
+)
+def test_an_engine_with_heads_of_its_own_drafts_after_a_pair_as_before(
+    engine, monkeypatch: pytest.MonkeyPatch, heads: int, drafts: int | str | None, found: int
+):
+    """Heads from a folder may be more or fewer than `heads.num_heads`, which is 4 here."""
+
+    def configure(**asked: Any) -> None:
+        engine.num_drafts = engine._possible(asked)
+
+    monkeypatch.setattr(engine, "configure", configure)
+    engine.max_drafts = heads
+    engine.num_drafts = found
+    values = {
+        "report": {"speed_every": 1},
+        "heads": {"path": "heads"},
+        "engine": {"num_drafts": drafts},
+        "sampling": {"max_new_tokens": 3, "responses_per_prompt": 1},
+    }
+    settings = build_config(values)
+    pairs = SpeedPairs(engine, settings)
+    for step in range(2):
+        pairs.generate(PROMPTS, sampling_of(settings, step), step)
+    assert engine.drafts == [0, found, found, 0] and engine.num_drafts == found
+
+
 @pytest.mark.parametrize("settings", [config(every=None), config(drafts=0)])
 def test_no_pairs_when_there_is_nothing_to_compare(engine, settings: RunConfig):
     pairs = SpeedPairs(engine, settings)
