@@ -254,13 +254,15 @@ class SpeedPairs:
 
     PPO always trains on the rollouts with drafting; the others are timed and thrown away. The order
     alternates because the second of two generations finds a warmer machine (and prompts that the
-    engine has seen).
+    engine has seen). An engine with a memory would draft from the plain responses to the very same
+    prompts, so there they come last.
     """
 
     def __init__(self, engine: RolloutEngine, config: RunConfig) -> None:
         self._engine = engine
         self._every = config.report.speed_every or 0
         self._drafts = num_drafts(config) > 0
+        self._remembers = bool(config.engine.memory_bytes)
 
     def due(self, step: int) -> bool:
         """Whether this step is paired: the last of every n steps is, so that heads have time to
@@ -288,7 +290,7 @@ class SpeedPairs:
                 else self._engine.generate(prompts, sampling)
             )
             return found, {}
-        plain_first = (step // self._every) % 2 == 0
+        plain_first = not self._remembers and (step // self._every) % 2 == 0
         plain = self._plain(prompts, sampling) if plain_first else None
         rollouts = self._engine.generate(prompts, sampling)
         if plain is None:

@@ -164,6 +164,32 @@ def test_order_alternates_and_the_run_keeps_the_drafting_rollouts(engine):
     )
 
 
+@pytest.mark.parametrize(("memory", "known"), [(None, [True, False]), (1 << 16, [False, False])])
+def test_an_engine_with_a_memory_does_not_draft_from_the_plain_run_of_a_pair(
+    engine, monkeypatch: pytest.MonkeyPatch, memory: int | None, known: list[bool]
+):
+    """With a memory the drafting run of each pair comes first; otherwise that of every second."""
+    sample = engine.generate
+    remembered = set[tuple[int, ...]]()
+    found = list[bool]()
+
+    def generate(prompts, sampling):
+        if engine.num_drafts:
+            found.append(bool(remembered & set(prompts)))
+        remembered.update(prompts)
+        return sample(prompts, sampling)
+
+    monkeypatch.setattr(engine, "generate", generate)
+    settings = config(every=1)
+    section = settings.engine.model_copy(update={"memory_bytes": memory})
+    settings = settings.model_copy(update={"engine": section})
+    pairs = SpeedPairs(engine, settings)
+    for step in range(2):
+        _, figures = pairs.generate([(step + 1, 2), (3 + step,)], sampling_of(settings, step), step)
+        assert figures, "each step is a pair"
+    assert found == known
+
+
 @pytest.mark.parametrize(
     ("heads", "drafts", "found"), [(3, None, 3), (8, None, 8), (8, "auto", 8), (8, 6, 6), (2, 2, 2)]
 )
