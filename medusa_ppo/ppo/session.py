@@ -43,7 +43,7 @@ from medusa_ppo.ppo.rewards import RewardSource, is_model, make_reward
 from medusa_ppo.ppo.role_checks import check_roles
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition
-from medusa_ppo.reports.run_files import METRICS_FILE
+from medusa_ppo.reports.run_files import ACTOR_FOLDER, HEADS_FOLDER, METRICS_FILE
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.reports.trackers import TrackerGroup, check_trackers, start_trackers
 from medusa_ppo.runtime.files import OwnedFolder
@@ -51,9 +51,6 @@ from medusa_ppo.runtime.hardware import gpu_places, visible_gpus
 from medusa_ppo.runtime.processes import StopSignals, local_ray
 
 logger = logging.getLogger(__name__)
-
-ACTOR_FOLDER = "actor"
-HEADS_FOLDER = "heads-final"
 
 
 @dataclass
@@ -135,7 +132,12 @@ class RunSession:
         self._place(learner, reward)
         next_step = position.next_step if resume else None
         self._writer = RunWriter(
-            config.run_dir, config.model_dump(mode="json"), resume_step=next_step, copy=lines
+            config.run_dir,
+            config.model_dump(mode="json"),
+            resume_step=next_step,
+            copy=lines,
+            # Before the companion starts, which writes there.
+            moves=(run_state.COMPANION_FOLDER, run_state.VERSIONS_FOLDER),
         )
         if not resume and not warmed_up:  # Left by an earlier run in this folder.
             remove_directory(config.run_dir / WARM_UP_FOLDER)

@@ -221,6 +221,36 @@ def test_a_stopped_run_goes_on_where_it_was(
     assert found == expected
 
 
+def test_a_run_that_was_started_anew_does_not_go_on_as_the_one_before_it(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene
+):
+    """The earlier one can be resumed where it is now."""
+    config = settings(tmp_path, actor_folder)
+    with pytest.raises(KeyboardInterrupt):
+        run_ppo(config, StopAt(1, KeyboardInterrupt()))
+    for folder in ("companion", "heads"):
+        (config.run_dir / folder).mkdir()
+    anew = settings(tmp_path, actor_folder, ppo={"checkpoint_every": None})
+    with pytest.raises(KeyboardInterrupt):
+        run_ppo(anew, StopAt(0, KeyboardInterrupt()))
+    with pytest.raises(CheckpointError, match="nothing to resume"):
+        run_ppo(config, resume=True)
+    (earlier,) = (config.run_dir / "earlier").iterdir()
+    assert (earlier / "companion").is_dir() and (earlier / "heads").is_dir()
+    place = {"out": str(earlier.parent), "name": earlier.name}
+    assert run_ppo(config.model_copy(update=place), resume=True)["steps"] == STEPS
+
+
+def test_a_run_may_begin_with_the_actor_that_it_replaces(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene
+):
+    """The engine reads it after the files of the earlier run have moved."""
+    config = settings(tmp_path, actor_folder)
+    run_ppo(config)
+    again = settings(tmp_path, config.run_dir / "actor")
+    assert run_ppo(again)["steps"] == STEPS and (again.run_dir / "actor").is_dir()
+
+
 def test_a_resumed_run_gives_its_engines_what_they_remembered(
     tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch
 ):
