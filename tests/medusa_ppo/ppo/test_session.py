@@ -251,6 +251,45 @@ def test_a_run_may_begin_with_the_actor_that_it_replaces(
     assert run_ppo(again)["steps"] == STEPS and (again.run_dir / "actor").is_dir()
 
 
+def test_a_running_server_gets_the_runs_own_actor_before_its_first_answer(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch: pytest.MonkeyPatch
+):
+    """It may hold that of whoever used it last, here of version 16."""
+    own = settings(tmp_path / "own", actor_folder)
+    run_ppo(own)
+    made = session.make_engine
+    held = []
+
+    def attached(*args, **how):
+        engine = made(*args, **how)
+        for parameter in engine.actor.parameters():
+            parameter.data.zero_()
+        held.append(16)
+        sync, generate = engine.sync_actor, engine.generate
+
+        def sync_actor(path, version, checked=None):
+            held.append(version)
+            return sync(path, version, checked)
+
+        def answer(prompts, sampling):
+            assert held[-1] == engine.policy_version != 16, "somebody else's actor"
+            return generate(prompts, sampling)
+
+        monkeypatch.setattr(engine, "sync_actor", sync_actor)
+        monkeypatch.setattr(engine, "generate", answer)
+        return engine
+
+    monkeypatch.setattr(session, "make_engine", attached)
+    config = settings(tmp_path, actor_folder, engine={"backend": "http://127.0.0.1:1"})
+    run_ppo(config)
+    assert held == [16, 0, 1, 2, 3]
+    names = ("reward_mean", "entropy", "policy_loss", "engine_kl")
+    expected, found = (
+        [[s[n] for n in names] for s in read_run(c.run_dir).steps] for c in (own, config)
+    )
+    assert found == expected
+
+
 def test_a_resumed_run_gives_its_engines_what_they_remembered(
     tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch
 ):
