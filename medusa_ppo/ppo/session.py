@@ -341,22 +341,43 @@ class RunSession:
         self._ray_started = True
 
     def save(self, parts: Parts, position: RunPosition) -> None:
-        """Save the trained actor, the heads and the last checkpoint."""
+        """Save the trained actor, the heads and the last checkpoint, which is the largest: each even
+        if another can't be saved. Raises the first error, after all of them were tried.
+        """
         config = self._config
         if parts.learner.turns.read_on_device:  # Nobody asks the engine any more.
             parts.learner.turns.sleep(parts.engine, config.engine.sleep_level)
+        errors: list[Exception] = []
         with self._progress.phase(phases.SAVE):
-            if config.ppo.checkpoint_every:
-                if config.companion.wait:
-                    parts.plugin.save(config.run_dir / run_state.COMPANION_FOLDER)
-                run_state.save_checkpoint(
-                    config.run_dir, parts.learner, position, config, parts.remembered()
-                )
-            with run_state.fresh_folder(config.run_dir / ACTOR_FOLDER) as folder:
-                parts.learner.save_actor(folder)
-                parts.tokenizer.save_pretrained(folder)
-            with parts.learner.turns.aside(ACTOR):  # Its lm_head is saved with them.
-                parts.plugin.save_heads(config.run_dir / HEADS_FOLDER)
+            for save in (self._save_actor, self._save_heads, self._save_checkpoint):
+                try:
+                    save(parts, position)
+                # On a full disk safetensors raises an error of its own.
+                except Exception as error:
+                    if errors:
+                        logger.error("This could not be saved either: %s", error)
+                    errors.append(error)
+            if errors:
+                raise errors[0]
+
+    def _save_actor(self, parts: Parts, position: RunPosition) -> None:
+        with run_state.fresh_folder(self._config.run_dir / ACTOR_FOLDER) as folder:
+            parts.learner.save_actor(folder)
+            parts.tokenizer.save_pretrained(folder)
+
+    def _save_heads(self, parts: Parts, position: RunPosition) -> None:
+        with parts.learner.turns.aside(ACTOR):  # Its lm_head is saved with them.
+            parts.plugin.save_heads(self._config.run_dir / HEADS_FOLDER)
+
+    def _save_checkpoint(self, parts: Parts, position: RunPosition) -> None:
+        config = self._config
+        if not config.ppo.checkpoint_every:
+            return
+        if config.companion.wait:
+            parts.plugin.save(config.run_dir / run_state.COMPANION_FOLDER)
+        run_state.save_checkpoint(
+            config.run_dir, parts.learner, position, config, parts.remembered()
+        )
 
     def compare(self, parts: Parts, measure: Callable[[Parts], dict[str, Any]]) -> None:
         """Give `measure` the same parts without the plugin, and a new engine: no speculation,

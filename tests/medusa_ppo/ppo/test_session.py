@@ -290,6 +290,36 @@ def test_a_running_server_gets_the_runs_own_actor_before_its_first_answer(
     assert found == expected
 
 
+def test_an_actor_is_saved_even_if_the_last_checkpoint_does_not_fit_on_the_disk(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(session.Learner, "save", full)
+    config = settings(tmp_path, actor_folder)
+    with pytest.raises(OSError, match="No space left"):
+        run_ppo(config)
+    assert AutoModelForCausalLM.from_pretrained(config.run_dir / "actor")
+    run = read_run(config.run_dir)
+    assert (run.status, len(run.steps)) == ("failed", STEPS)
+    assert "No space left" in run.meta["extras"]["error"]
+
+
+def test_a_checkpoint_is_saved_even_if_the_actor_can_not_be(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(session.Learner, "save_actor", fail)
+    config = settings(tmp_path, actor_folder, ppo={"checkpoint_every": 100})
+    with pytest.raises(OSError, match="Input/output"):
+        run_ppo(config)
+    state = json.loads((config.run_dir / "checkpoint" / "state.json").read_text())
+    assert state["next_step"] == STEPS
+
+
 def test_a_resumed_run_gives_its_engines_what_they_remembered(
     tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch
 ):
