@@ -341,8 +341,8 @@ class RunSession:
         self._ray_started = True
 
     def save(self, parts: Parts, position: RunPosition) -> None:
-        """Save the trained actor, the heads and the last checkpoint, which is the largest: each even
-        if another can't be saved. Raises the first error, after all of them were tried.
+        """Save the trained actor, the heads and the last checkpoint, which is the largest: each
+        even if another can't be saved. Raises the first error, after all of them were tried.
         """
         config = self._config
         if parts.learner.turns.read_on_device:  # Nobody asks the engine any more.
