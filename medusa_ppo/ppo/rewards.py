@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    PreTrainedTokenizerBase,
 )
 
 from heads.errors import ConfigError, DataError, MedusaError, ModelError, RunError
@@ -42,6 +43,12 @@ REWARD_BATCH = 4
 kernels. The last batch of each width is filled up with copies, which costs little with few rows.
 """
 SMALLEST_WIDTH = 8
+UNKNOWN = "\ufffd"
+"""What a decoder writes for bytes that are no character, or none yet."""
+MOST_HELD = 32
+"""Number of tokens after which a text is taken even if it may change: a character has four bytes,
+but a policy may write any number of bytes that are none.
+"""
 
 
 class RewardSource(ABC):
@@ -467,6 +474,60 @@ def _batches(items: list[int], size: int) -> Iterator[list[int]]:
         yield items[start : start + size]
 
 
+def token_texts(
+    tokenizer: PreTrainedTokenizerBase, responses: Sequence[Sequence[int]]
+) -> list[list[str]]:
+    """The text of each token of each response; joined, they are the response's text.
+
+    A token's text depends on those around it: decoded alone, tokens of a SentencePiece lose their
+    space, and parts of a character become U+FFFD. A token that only begins or continues a character
+    has no text here, and the one that ends it has all of it.
+
+    tokenizers' DecodeStream is not used: on bytes that are no text, which a policy may write, it
+    raises an error, and it never gives out what it holds back at the end.
+    """
+    known: dict[tuple[int, ...], str] = {}
+
+    def text_of(token_ids: Sequence[int]) -> str:
+        # Most windows are pairs of tokens that occur many times in a batch.
+        key = tuple(token_ids)
+        if key not in known:
+            (known[key],) = tokenizer.batch_decode([list(key)], skip_special_tokens=True)
+        return known[key]
+
+    wholes = tokenizer.batch_decode([list(ids) for ids in responses], skip_special_tokens=True)
+    found = []
+    for token_ids, whole in zip(responses, wholes, strict=True):
+        # Cut out of the whole text, so that their sum is right even where a later byte changes what
+        # earlier ones meant.
+        ends = [min(end, len(whole)) for end in _text_ends(token_ids, text_of)]
+        if ends:
+            ends[-1] = len(whole)
+        found.append([whole[start:end] for start, end in itertools.pairwise([0, *ends])])
+    return found
+
+
+def _text_ends(token_ids: Sequence[int], text_of: Callable[[Sequence[int]], str]) -> Iterator[int]:
+    """How many characters the tokens up to each one have, by decoding it together with only those
+    since the last but one that had a text, as vLLM does.
+    """
+    total = 0
+    first = 0
+    taken = 0
+    for count in range(1, len(token_ids) + 1):
+        before = len(text_of(token_ids[first:taken])) if taken > first else 0
+        text = text_of(token_ids[first:count])
+        # A character may be incomplete, or a special token has no text. A window that does not end
+        # would take longer and longer.
+        if (len(text) <= before or text.endswith(UNKNOWN)) and count - taken < MOST_HELD:
+            yield total
+            continue
+        total += max(0, len(text) - before)
+        first = taken
+        taken = count
+        yield total
+
+
 def earned_by_steps(
     source: RewardSource,
     pieces: Sequence[Sequence[str]],
@@ -477,7 +538,7 @@ def earned_by_steps(
     """rewards_SR: what each step of a response earned, at its last token.
 
     Args:
-        pieces: the text of each token of each response.
+        pieces: the text of each token of each response (`token_texts`).
     """
     ends = [step_ends(texts, separator) for texts in pieces]
     steps = [_cut(texts, found) for texts, found in zip(pieces, ends, strict=True)]
