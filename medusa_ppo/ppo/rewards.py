@@ -228,7 +228,15 @@ class ReadReward(RewardSource):
     """
 
     def __init__(
-        self, path: str, tokenizer: Any, config: Any, rows: int, template: str, *, cuts: bool
+        self,
+        path: str,
+        tokenizer: Any,
+        config: Any,
+        rows: int,
+        template: str,
+        *,
+        cuts: bool,
+        unused_positions: int = 0,
     ) -> None:
         """
         Args:
@@ -237,6 +245,7 @@ class ReadReward(RewardSource):
             rows: number of tokens that the model knows.
             cuts: a text of more tokens than the model reads loses its first ones; otherwise it is
                 an error.
+            unused_positions: number of the model's positions that no token of a text has.
 
         Raises:
             ConfigError: the template lacks one of its fields.
@@ -258,6 +267,7 @@ class ReadReward(RewardSource):
             config.pad_token_id = tokenizer.pad_token_id
         self._config = config
         self._cuts = cuts
+        self._unused_positions = unused_positions
         # One less than fits: a batch without padding would be computed differently.
         self._longest = self._most_tokens() - 1
 
@@ -266,7 +276,9 @@ class ReadReward(RewardSource):
         unlimited, its tokenizer's limit. (A tokenizer without a limit names a huge number.)
         """
         positions = int(getattr(self._config, "max_position_embeddings", 0) or 0)
-        return positions if positions > 1 else int(self._tokenizer.model_max_length)
+        if positions > 1:
+            return positions - self._unused_positions
+        return int(self._tokenizer.model_max_length)
 
     @abstractmethod
     def _outputs(self, texts: Sequence[JudgedTexts]) -> Iterator[Tensor]:
@@ -438,7 +450,15 @@ class ModelReward(ReadReward):
                 do="Use a reward model.",
             )
         rows = self.model.get_input_embeddings().weight.shape[0]
-        super().__init__(path, tokenizer, self.model.config, rows, template, cuts=cuts)
+        super().__init__(
+            path,
+            tokenizer,
+            self.model.config,
+            rows,
+            template,
+            cuts=cuts,
+            unused_positions=_unused_positions(self.model),
+        )
 
     def _outputs(self, texts: Sequence[JudgedTexts]) -> Iterator[Tensor]:
         for batch in texts:
@@ -447,6 +467,20 @@ class ModelReward(ReadReward):
                 "attention_mask": batch.mask_BT.to(self.model.device),
             }
             yield self.model(**inputs).logits.float().cpu()
+
+
+def _unused_positions(model: nn.Module) -> int:
+    """Number of positions before that of a text's first token. RoBERTa and its relatives begin
+    after the position of padding, which their table of positions names: 514 positions hold 512
+    tokens.
+    """
+    padding = [
+        module.padding_idx
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "position_embeddings"
+        and isinstance(getattr(module, "padding_idx", None), int)
+    ]
+    return max(padding, default=-1) + 1
 
 
 def _template_parts(template: str) -> tuple[str, str]:

@@ -13,6 +13,8 @@ from transformers import (
     LlamaForSequenceClassification,
     LlamaForTokenClassification,
     PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
 )
 
 from heads.errors import ConfigError, DataError, ModelError, RunError
@@ -165,6 +167,43 @@ def test_a_text_that_is_too_long_is_an_error_or_loses_its_beginning(
     if by_steps:
         with pytest.raises(RunError, match="too long"):
             cuts.score_steps(["a"], [["b" * longest + "c", "b"]], [{}])
+
+
+@pytest.mark.parametrize("length", [30, 31, 32])
+def test_a_reward_model_whose_positions_begin_after_that_of_padding(tmp_path: Path, length: int):
+    """Of RoBERTa's 34 positions two are the padding's and the one before it: 32 tokens fit, and one
+    place stays for padding.
+    """
+    letters = Tokenizer(
+        models.WordLevel({"[UNK]": 0, "[PAD]": 1, "a": 2, "b": 3}, unk_token="[UNK]")
+    )
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="[PAD]").save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=4,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=34,
+        type_vocab_size=1,
+        pad_token_id=1,
+        num_labels=1,
+    )
+    RobertaForSequenceClassification(config).save_pretrained(tmp_path)
+    strict = ModelReward(str(tmp_path))
+    cuts = ModelReward(str(tmp_path), cuts=True)
+    text = "ab" * 16
+    asked = ([text[: length - 4]], [text[length - 4 : length]], [{}])
+    assert strict._longest == 31
+    expected = strict.score([""], [text[max(0, length - 31) : length]], [{}])
+    if length <= 31:
+        assert strict.score(*asked) == expected
+    else:
+        with pytest.raises(RunError, match="at most 31"):
+            strict.score(*asked)
+    assert cuts.score(*asked) == expected and cuts.cut == (length > 31)
 
 
 def test_a_template_is_what_the_model_reads(reward_model: Path):
