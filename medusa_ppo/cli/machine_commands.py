@@ -4,14 +4,17 @@ loop?
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from heads.errors import UsageError
 from medusa_ppo.cli.command_options import Overrides
 from medusa_ppo.runtime.console import FAILED, command, console, escape, offline_progress, say
+
+TOKENS = 20_000
 
 
 @command
@@ -42,11 +45,13 @@ def doctor(
         typer.Option(help="With --distribution: native heads directory; default: random heads."),
     ] = None,
     tokens: Annotated[
-        int,
+        int | None,
         typer.Option(
-            min=1000, help="With --distribution: tokens to sample with drafts, and again without."
+            min=1000,
+            help="With --distribution: tokens to sample with drafts, and again without; default:"
+            f" {TOKENS:,}.",
         ),
-    ] = 20_000,
+    ] = None,
 ) -> None:
     """Check this machine: Python, packages, memory, Ray, and whether vLLM loads our plugin and
     samples from the model's own distribution.
@@ -57,6 +62,10 @@ def doctor(
     from medusa_ppo.cli.machine_checks import check_distribution, run_checks
     from medusa_ppo.config.run_config import load_config
 
+    asked = {"--config": config, "--model": model, "--heads": heads, "--tokens": tokens}
+    _refuse_what_would_be_ignored(
+        distribution, quick, [name for name, value in asked.items() if value], overrides or ()
+    )
     if distribution:
         # Options come first, so that a KEY=VALUE on the command line overrides them.
         given = []
@@ -66,9 +75,32 @@ def doctor(
             given.append(f"heads.path={heads}")
         settings = load_config(config, [*given, *(overrides or ())])
         with offline_progress() as progress:
-            _print_checks(check_distribution(settings, tokens, progress, data=config is not None))
+            _print_checks(
+                check_distribution(settings, tokens or TOKENS, progress, data=config is not None)
+            )
     else:
         _print_checks(run_checks(quick))
+
+
+def _refuse_what_would_be_ignored(
+    distribution: bool, quick: bool, options: Sequence[str], overrides: Sequence[str]
+) -> None:
+    """Raise UsageError: otherwise `All checks passed` would be read as said of what was given."""
+    if distribution and quick:
+        raise UsageError(
+            "--distribution is a test of its own and has no quick form.",
+            given="--distribution --quick",
+            expected="one of the two",
+            do="Leave one out; --tokens makes the test shorter.",
+        )
+    given = [*options, *overrides]
+    if given and not distribution:
+        raise UsageError(
+            "These belong to --distribution; the other checks are of this machine alone.",
+            given=" ".join(given),
+            expected="--distribution with them",
+            do="Add --distribution, or leave them out.",
+        )
 
 
 @command

@@ -124,7 +124,8 @@ class RunConfig(Section):
 def _of_the_engine(config: RunConfig) -> Iterator[Contradiction]:
     """Settings that the engine can't fulfil."""
     engine = config.engine
-    if (engine.most_drafts or 0) > config.heads.num_heads:
+    # Heads from a folder have their own number, which only the engine's start finds out.
+    if not config.heads.path and (engine.most_drafts or 0) > config.heads.num_heads:
         yield Contradiction(
             "There are more drafts than heads.",
             ("engine.num_drafts", "heads.num_heads"),

@@ -241,7 +241,9 @@ def sampling_of(config: RunConfig, step: int) -> Sampling:
 
 
 def num_drafts(config: RunConfig) -> int:
-    """Maximum number of drafts per engine step."""
+    """Maximum number of drafts per engine step; with `heads.path` the engine may have other heads,
+    and only whether this is 0 is certain.
+    """
     most = config.engine.most_drafts
     return config.heads.num_heads if most is None else most
 
@@ -252,19 +254,21 @@ class SpeedPairs:
 
     PPO always trains on the rollouts with drafting; the others are timed and thrown away. The order
     alternates because the second of two generations finds a warmer machine (and prompts that the
-    engine has seen).
+    engine has seen). An engine with a memory would draft from the plain responses to the very same
+    prompts, so there they come last.
     """
 
     def __init__(self, engine: RolloutEngine, config: RunConfig) -> None:
         self._engine = engine
         self._every = config.report.speed_every or 0
-        self._drafts = num_drafts(config)
+        self._drafts = num_drafts(config) > 0
+        self._remembers = bool(config.engine.memory_bytes)
 
     def due(self, step: int) -> bool:
         """Whether this step is paired: the last of every n steps is, so that heads have time to
         learn before the first pair.
         """
-        return self._every > 0 and self._drafts > 0 and step % self._every == self._every - 1
+        return self._drafts and self._every > 0 and step % self._every == self._every - 1
 
     def generate(
         self,
@@ -286,7 +290,7 @@ class SpeedPairs:
                 else self._engine.generate(prompts, sampling)
             )
             return found, {}
-        plain_first = (step // self._every) % 2 == 0
+        plain_first = not self._remembers and (step // self._every) % 2 == 0
         plain = self._plain(prompts, sampling) if plain_first else None
         rollouts = self._engine.generate(prompts, sampling)
         if plain is None:
@@ -294,11 +298,14 @@ class SpeedPairs:
         return rollouts, pair_figures(rollouts.tokens_per_s, plain.tokens_per_s)
 
     def _plain(self, prompts: Sequence[Sequence[int]], sampling: Sampling) -> Rollouts:
+        # The engine's own number: heads from a folder, or a server's, may be more or fewer than
+        # those of the configuration.
+        before = self._engine.num_drafts
         self._engine.configure(num_drafts=0)
         try:
             return self._engine.generate(prompts, sampling)
         finally:
-            self._engine.configure(num_drafts=self._drafts)
+            self._engine.configure(num_drafts=before)
 
 
 def pair_figures(drafting: float, plain: float) -> dict[str, float]:

@@ -32,7 +32,7 @@ from medusa_ppo.ppo.comparison import compare  # medusa
 from medusa_ppo.ppo.generation import Prompt, PromptStream, RolloutFiles, SpeedPairs, sampling_of
 from medusa_ppo.ppo.long_tail import LongTail
 from medusa_ppo.ppo.placement import ACTOR, REWARD
-from medusa_ppo.ppo.rewards import earned_by_steps
+from medusa_ppo.ppo.rewards import earned_by_steps, token_texts
 from medusa_ppo.ppo.rollout_maker import RolloutMaker
 from medusa_ppo.ppo.run_progress import PeakMemory, ProgressSink
 from medusa_ppo.ppo.run_state import COMPANION_FOLDER, RunPosition, keep_best, try_save
@@ -368,10 +368,7 @@ class PPOLoop:
         texts = [p.text for p in asked]
         rows = [p.row for p in asked]
         if separator is not None:
-            pieces = [
-                self.tokenizer.batch_decode([[i] for i in r.token_ids], skip_special_tokens=True)
-                for r in rollouts.responses
-            ]
+            pieces = token_texts(self.tokenizer, [r.token_ids for r in rollouts.responses])
             with self.turns.on(REWARD):
                 return earned_by_steps(self.reward, pieces, texts, rows, separator)
         responses = self.tokenizer.batch_decode(

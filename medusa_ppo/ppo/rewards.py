@@ -24,6 +24,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    PreTrainedTokenizerBase,
 )
 
 from heads.errors import ConfigError, DataError, MedusaError, ModelError, RunError
@@ -42,6 +43,12 @@ REWARD_BATCH = 4
 kernels. The last batch of each width is filled up with copies, which costs little with few rows.
 """
 SMALLEST_WIDTH = 8
+UNKNOWN = "\ufffd"
+"""What a decoder writes for bytes that are no character, or none yet."""
+MOST_HELD = 32
+"""Number of tokens after which a text is taken even if it may change: a character has four bytes,
+but a policy may write any number of bytes that are none.
+"""
 
 
 class RewardSource(ABC):
@@ -221,7 +228,15 @@ class ReadReward(RewardSource):
     """
 
     def __init__(
-        self, path: str, tokenizer: Any, config: Any, rows: int, template: str, *, cuts: bool
+        self,
+        path: str,
+        tokenizer: Any,
+        config: Any,
+        rows: int,
+        template: str,
+        *,
+        cuts: bool,
+        unused_positions: int = 0,
     ) -> None:
         """
         Args:
@@ -230,6 +245,7 @@ class ReadReward(RewardSource):
             rows: number of tokens that the model knows.
             cuts: a text of more tokens than the model reads loses its first ones; otherwise it is
                 an error.
+            unused_positions: number of the model's positions that no token of a text has.
 
         Raises:
             ConfigError: the template lacks one of its fields.
@@ -251,6 +267,7 @@ class ReadReward(RewardSource):
             config.pad_token_id = tokenizer.pad_token_id
         self._config = config
         self._cuts = cuts
+        self._unused_positions = unused_positions
         # One less than fits: a batch without padding would be computed differently.
         self._longest = self._most_tokens() - 1
 
@@ -259,7 +276,9 @@ class ReadReward(RewardSource):
         unlimited, its tokenizer's limit. (A tokenizer without a limit names a huge number.)
         """
         positions = int(getattr(self._config, "max_position_embeddings", 0) or 0)
-        return positions if positions > 1 else int(self._tokenizer.model_max_length)
+        if positions > 1:
+            return positions - self._unused_positions
+        return int(self._tokenizer.model_max_length)
 
     @abstractmethod
     def _outputs(self, texts: Sequence[JudgedTexts]) -> Iterator[Tensor]:
@@ -431,7 +450,15 @@ class ModelReward(ReadReward):
                 do="Use a reward model.",
             )
         rows = self.model.get_input_embeddings().weight.shape[0]
-        super().__init__(path, tokenizer, self.model.config, rows, template, cuts=cuts)
+        super().__init__(
+            path,
+            tokenizer,
+            self.model.config,
+            rows,
+            template,
+            cuts=cuts,
+            unused_positions=_unused_positions(self.model),
+        )
 
     def _outputs(self, texts: Sequence[JudgedTexts]) -> Iterator[Tensor]:
         for batch in texts:
@@ -440,6 +467,20 @@ class ModelReward(ReadReward):
                 "attention_mask": batch.mask_BT.to(self.model.device),
             }
             yield self.model(**inputs).logits.float().cpu()
+
+
+def _unused_positions(model: nn.Module) -> int:
+    """Number of positions before that of a text's first token. RoBERTa and its relatives begin
+    after the position of padding, which their table of positions names: 514 positions hold 512
+    tokens.
+    """
+    padding = [
+        module.padding_idx
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == "position_embeddings"
+        and isinstance(getattr(module, "padding_idx", None), int)
+    ]
+    return max(padding, default=-1) + 1
 
 
 def _template_parts(template: str) -> tuple[str, str]:
@@ -467,6 +508,60 @@ def _batches(items: list[int], size: int) -> Iterator[list[int]]:
         yield items[start : start + size]
 
 
+def token_texts(
+    tokenizer: PreTrainedTokenizerBase, responses: Sequence[Sequence[int]]
+) -> list[list[str]]:
+    """The text of each token of each response; joined, they are the response's text.
+
+    A token's text depends on those around it: decoded alone, tokens of a SentencePiece lose their
+    space, and parts of a character become U+FFFD. A token that only begins or continues a character
+    has no text here, and the one that ends it has all of it.
+
+    tokenizers' DecodeStream is not used: on bytes that are no text, which a policy may write, it
+    raises an error, and it never gives out what it holds back at the end.
+    """
+    known: dict[tuple[int, ...], str] = {}
+
+    def text_of(token_ids: Sequence[int]) -> str:
+        # Most windows are pairs of tokens that occur many times in a batch.
+        key = tuple(token_ids)
+        if key not in known:
+            (known[key],) = tokenizer.batch_decode([list(key)], skip_special_tokens=True)
+        return known[key]
+
+    wholes = tokenizer.batch_decode([list(ids) for ids in responses], skip_special_tokens=True)
+    found = []
+    for token_ids, whole in zip(responses, wholes, strict=True):
+        # Cut out of the whole text, so that their sum is right even where a later byte changes what
+        # earlier ones meant.
+        ends = [min(end, len(whole)) for end in _text_ends(token_ids, text_of)]
+        if ends:
+            ends[-1] = len(whole)
+        found.append([whole[start:end] for start, end in itertools.pairwise([0, *ends])])
+    return found
+
+
+def _text_ends(token_ids: Sequence[int], text_of: Callable[[Sequence[int]], str]) -> Iterator[int]:
+    """How many characters the tokens up to each one have, by decoding it together with only those
+    since the last but one that had a text, as vLLM does.
+    """
+    total = 0
+    first = 0
+    taken = 0
+    for count in range(1, len(token_ids) + 1):
+        before = len(text_of(token_ids[first:taken])) if taken > first else 0
+        text = text_of(token_ids[first:count])
+        # A character may be incomplete, or a special token has no text. A window that does not end
+        # would take longer and longer.
+        if (len(text) <= before or text.endswith(UNKNOWN)) and count - taken < MOST_HELD:
+            yield total
+            continue
+        total += max(0, len(text) - before)
+        first = taken
+        taken = count
+        yield total
+
+
 def earned_by_steps(
     source: RewardSource,
     pieces: Sequence[Sequence[str]],
@@ -477,7 +572,7 @@ def earned_by_steps(
     """rewards_SR: what each step of a response earned, at its last token.
 
     Args:
-        pieces: the text of each token of each response.
+        pieces: the text of each token of each response (`token_texts`).
     """
     ends = [step_ends(texts, separator) for texts in pieces]
     steps = [_cut(texts, found) for texts, found in zip(pieces, ends, strict=True)]

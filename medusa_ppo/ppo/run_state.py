@@ -53,13 +53,20 @@ from medusa_ppo.contract import metrics as names
 from medusa_ppo.plugin.warm_up import FOLDER as WARM_UP_FOLDER
 from medusa_ppo.ppo.learner import PPOLearner
 from medusa_ppo.ppo.long_tail import Carried, read_carried, save_carried
-from medusa_ppo.reports.run_files import BEST_FOLDER, KEPT_FOLDER, METRICS_FILE
+from medusa_ppo.reports.run_files import (
+    BEST_FOLDER,
+    CHECKPOINT_FOLDER,
+    KEPT_FOLDER,
+    METRICS_FILE,
+)
 from medusa_ppo.reports.trackers import plain
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "checkpoint"
+FOLDER = CHECKPOINT_FOLDER
 COMPANION_FOLDER = "companion"
+VERSIONS_FOLDER = "heads"
+"""Folder of the heads that the companion has published."""
 STATE_FILE = "state.json"
 MEMORY_FILE = "memory.safetensors"
 EVALUATION_FILE = "evaluation.json"

@@ -43,7 +43,7 @@ from medusa_ppo.ppo.rewards import RewardSource, is_model, make_reward
 from medusa_ppo.ppo.role_checks import check_roles
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition
-from medusa_ppo.reports.run_files import METRICS_FILE
+from medusa_ppo.reports.run_files import ACTOR_FOLDER, HEADS_FOLDER, METRICS_FILE
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.reports.trackers import TrackerGroup, check_trackers, start_trackers
 from medusa_ppo.runtime.files import OwnedFolder
@@ -51,9 +51,6 @@ from medusa_ppo.runtime.hardware import gpu_places, visible_gpus
 from medusa_ppo.runtime.processes import StopSignals, local_ray
 
 logger = logging.getLogger(__name__)
-
-ACTOR_FOLDER = "actor"
-HEADS_FOLDER = "heads-final"
 
 
 @dataclass
@@ -135,7 +132,12 @@ class RunSession:
         self._place(learner, reward)
         next_step = position.next_step if resume else None
         self._writer = RunWriter(
-            config.run_dir, config.model_dump(mode="json"), resume_step=next_step, copy=lines
+            config.run_dir,
+            config.model_dump(mode="json"),
+            resume_step=next_step,
+            copy=lines,
+            # Before the companion starts, which writes there.
+            moves=(run_state.COMPANION_FOLDER, run_state.VERSIONS_FOLDER),
         )
         if not resume and not warmed_up:  # Left by an earlier run in this folder.
             remove_directory(config.run_dir / WARM_UP_FOLDER)
@@ -148,7 +150,8 @@ class RunSession:
             engine, plugin = self._start_engine(actor_path, heads_path, learner, resume)
             learner.turns.engine_started(self._engine_bytes(actor_path, actor))
         sync = self._stack.enter_context(ActorSync(engine, config.engine.dtype or "auto"))
-        if position.policy_version:
+        # A server that was running before may hold the actor of whoever used it last.
+        if position.policy_version or config.engine.addresses:
             level = config.engine.sleep_level if learner.turns.read_on_device else None
             learner.turns.sleep(engine, level)
             with learner.turns.aside(ACTOR):
@@ -338,22 +341,43 @@ class RunSession:
         self._ray_started = True
 
     def save(self, parts: Parts, position: RunPosition) -> None:
-        """Save the trained actor, the heads and the last checkpoint."""
+        """Save the trained actor, the heads and the last checkpoint, which is the largest: each
+        even if another can't be saved. Raises the first error, after all of them were tried.
+        """
         config = self._config
         if parts.learner.turns.read_on_device:  # Nobody asks the engine any more.
             parts.learner.turns.sleep(parts.engine, config.engine.sleep_level)
+        errors: list[Exception] = []
         with self._progress.phase(phases.SAVE):
-            if config.ppo.checkpoint_every:
-                if config.companion.wait:
-                    parts.plugin.save(config.run_dir / run_state.COMPANION_FOLDER)
-                run_state.save_checkpoint(
-                    config.run_dir, parts.learner, position, config, parts.remembered()
-                )
-            with run_state.fresh_folder(config.run_dir / ACTOR_FOLDER) as folder:
-                parts.learner.save_actor(folder)
-                parts.tokenizer.save_pretrained(folder)
-            with parts.learner.turns.aside(ACTOR):  # Its lm_head is saved with them.
-                parts.plugin.save_heads(config.run_dir / HEADS_FOLDER)
+            for save in (self._save_actor, self._save_heads, self._save_checkpoint):
+                try:
+                    save(parts, position)
+                # On a full disk safetensors raises an error of its own.
+                except Exception as error:
+                    if errors:
+                        logger.error("This could not be saved either: %s", error)
+                    errors.append(error)
+            if errors:
+                raise errors[0]
+
+    def _save_actor(self, parts: Parts, position: RunPosition) -> None:
+        with run_state.fresh_folder(self._config.run_dir / ACTOR_FOLDER) as folder:
+            parts.learner.save_actor(folder)
+            parts.tokenizer.save_pretrained(folder)
+
+    def _save_heads(self, parts: Parts, position: RunPosition) -> None:
+        with parts.learner.turns.aside(ACTOR):  # Its lm_head is saved with them.
+            parts.plugin.save_heads(self._config.run_dir / HEADS_FOLDER)
+
+    def _save_checkpoint(self, parts: Parts, position: RunPosition) -> None:
+        config = self._config
+        if not config.ppo.checkpoint_every:
+            return
+        if config.companion.wait:
+            parts.plugin.save(config.run_dir / run_state.COMPANION_FOLDER)
+        run_state.save_checkpoint(
+            config.run_dir, parts.learner, position, config, parts.remembered()
+        )
 
     def compare(self, parts: Parts, measure: Callable[[Parts], dict[str, Any]]) -> None:
         """Give `measure` the same parts without the plugin, and a new engine: no speculation,

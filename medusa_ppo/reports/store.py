@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,10 @@ from medusa_ppo.contract import metrics
 from medusa_ppo.reports.findings import Events
 from medusa_ppo.reports.page import HTML_FILE, MARKDOWN_FILE, SUMMARY_FILE, write_files
 from medusa_ppo.reports.run_files import (
+    ACTOR_FOLDER,
     BEST_FOLDER,
+    CHECKPOINT_FOLDER,
+    HEADS_FOLDER,
     KEPT_FOLDER,
     META_FILE,
     METRICS_FILE,
@@ -85,6 +89,11 @@ OWN_FILES = (
     ROLLOUTS_FOLDER,
     BEST_FOLDER,
     KEPT_FOLDER,
+    CHECKPOINT_FOLDER,
+    # Where a crash between two renames leaves the checkpoint.
+    f".{CHECKPOINT_FOLDER}.old",
+    ACTOR_FOLDER,
+    HEADS_FOLDER,
 )
 
 
@@ -203,11 +212,14 @@ class RunWriter:
     everything it finished.
 
     Args:
-        run_dir: folder of the run; created if missing. Files of an earlier run move to `earlier/`.
+        run_dir: folder of the run; created if missing. Files of an earlier run move to `earlier/`,
+            but what the configuration names stays: the run reads it.
         config: the run's configuration as plain data; stored in run.json.
         resume_step: continue with this step: lines of this and later steps are cut, earlier ones
             stay.
         copy: a copy of metrics.jsonl from before that step, from which lost lines are restored.
+        moves: more files and folders of an earlier run to move, of which this run has written none
+            yet.
 
     Raises:
         UsageError: `resume_step` is given but the folder holds no run.
@@ -221,6 +233,7 @@ class RunWriter:
         *,
         resume_step: int | None = None,
         copy: Path | None = None,
+        moves: Sequence[str] = (),
     ) -> None:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -233,7 +246,7 @@ class RunWriter:
         self._events = Events(resume_step or 0, before, without_secrets)
         try:
             if resume_step is None:
-                self._move_earlier(old)
+                self._move_earlier(old, config, (*OWN_FILES, *moves))
                 self.meta = self._new_meta(config)
             else:
                 self._cut(resume_step, copy)
@@ -370,11 +383,17 @@ class RunWriter:
                 ),
             )
 
-    def _move_earlier(self, old: dict[str, Any]) -> None:
-        """Move an earlier run's files aside: nothing measured is ever overwritten."""
+    def _move_earlier(
+        self, old: dict[str, Any], config: dict[str, Any], names: Sequence[str]
+    ) -> None:
+        """Move an earlier run's files aside: nothing measured is ever overwritten, and no --resume
+        continues that run in the place of this one.
+        """
         # `lexists`: broken links are moved too.
         present = [
-            self.run_dir / name for name in OWN_FILES if os.path.lexists(self.run_dir / name)
+            path
+            for path in (self.run_dir / name for name in names)
+            if os.path.lexists(path) and not _named(path, config)
         ]
         if not present:
             return
@@ -461,6 +480,17 @@ class RunWriter:
         write_atomic(
             self.run_dir / META_FILE, json.dumps(self.meta, indent=2, allow_nan=False) + "\n"
         )
+
+
+def _named(path: Path, config: dict[str, Any]) -> bool:
+    """Whether a text of the configuration is this path, or that of something in it."""
+    place = os.path.realpath(path)
+    return any(
+        os.path.realpath(text) == place or os.path.realpath(text).startswith(place + os.sep)
+        for text in flatten(config).values()
+        # No path has a NUL, and realpath refuses one.
+        if isinstance(text, str | os.PathLike) and "\0" not in str(text)
+    )
 
 
 def _started() -> dict[str, float]:

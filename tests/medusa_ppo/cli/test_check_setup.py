@@ -23,7 +23,7 @@ from medusa_ppo.cli.gpu_suite import (
     results_text,
 )
 from medusa_ppo.config.run_config import load_config
-from medusa_ppo.ppo.session import ACTOR_FOLDER, HEADS_FOLDER
+from medusa_ppo.reports.run_files import ACTOR_FOLDER, HEADS_FOLDER
 from medusa_ppo.runtime.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -73,6 +73,30 @@ def test_gpus_that_the_cpu_build_leaves_idle_are_a_fault(monkeypatch: pytest.Mon
 
 @pytest.mark.engine
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--model", "models/actor"],
+        ["--heads", "heads-gsm8k"],
+        ["--config", "run.yaml"],
+        ["--tokens", "2000"],
+        ["engine.num_drafts=2"],
+        ["--quick", "--model", "models/actor"],
+        ["--quick", "--distribution"],
+    ],
+)
+def test_the_doctor_passes_nothing_that_it_does_not_look_at(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("run_checks", "check_distribution"):
+        monkeypatch.setattr(machine_checks, name, lambda *arguments, **how: [])
+    found = CliRunner().invoke(app, ["doctor", *words])
+    assert found.exit_code == 2 and "passed" not in found.output
+    assert "--distribution" in found.output and words[-1] in found.output
+    assert CliRunner().invoke(app, ["doctor", "--quick"]).exit_code == 0
+    assert CliRunner().invoke(app, ["doctor", "--distribution"]).exit_code == 0
+
+
 def test_the_doctor_judges_anyones_model_and_settings(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model")
     asked = [

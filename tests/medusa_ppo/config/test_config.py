@@ -291,6 +291,14 @@ def test_the_number_of_drafts_is_auto_or_a_number() -> None:
         build_config({"engine": {"num_drafts": -1}})
 
 
+def test_heads_from_a_folder_have_their_own_number() -> None:
+    """The engine's start refuses more drafts than these."""
+    found = load_config(None, ["engine.num_drafts=6", "heads.path=folder/of-eight"])
+    assert found.engine.most_drafts == 6
+    with pytest.raises(ConfigError, match=r"heads\.num_heads"):
+        load_config(None, ["engine.num_drafts=6"])
+
+
 def test_cut_responses_is_a_word_or_a_number() -> None:
     assert [
         load_config(None, [f"ppo.cut_responses={value}"]).ppo.cut_responses

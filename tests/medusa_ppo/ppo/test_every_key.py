@@ -460,7 +460,9 @@ class KeyEffects:
             config=config,
             reward=source,
             turns=Turns(),
-            tokenizer=SimpleNamespace(batch_decode=lambda ids, **_: ["ab"[i[0] % 2] for i in ids]),
+            tokenizer=SimpleNamespace(
+                batch_decode=lambda ids, **_: ["".join("ab"[n % 2] for n in row) for row in ids]
+            ),
         )
         prompts: Any = [SimpleNamespace(text="a", row={})] * len(self._rollouts.prompts)
         return loop_file.PPOLoop._rewards(one, self._rollouts, prompts).tolist()
@@ -639,6 +641,7 @@ class KeyEffects:
         engine: Any = SimpleNamespace(
             generate=lambda prompts, sampling: asked.append(len(prompts)) or self._rollouts,
             configure=lambda **settings: None,
+            num_drafts=4,
         )
         pairs = SpeedPairs(engine, config)
         for step in range(4):

@@ -164,6 +164,59 @@ def test_order_alternates_and_the_run_keeps_the_drafting_rollouts(engine):
     )
 
 
+@pytest.mark.parametrize(("memory", "known"), [(None, [True, False]), (1 << 16, [False, False])])
+def test_an_engine_with_a_memory_does_not_draft_from_the_plain_run_of_a_pair(
+    engine, monkeypatch: pytest.MonkeyPatch, memory: int | None, known: list[bool]
+):
+    """With a memory the drafting run of each pair comes first; otherwise that of every second."""
+    sample = engine.generate
+    remembered = set[tuple[int, ...]]()
+    found = list[bool]()
+
+    def generate(prompts, sampling):
+        if engine.num_drafts:
+            found.append(bool(remembered & set(prompts)))
+        remembered.update(prompts)
+        return sample(prompts, sampling)
+
+    monkeypatch.setattr(engine, "generate", generate)
+    settings = config(every=1)
+    section = settings.engine.model_copy(update={"memory_bytes": memory})
+    settings = settings.model_copy(update={"engine": section})
+    pairs = SpeedPairs(engine, settings)
+    for step in range(2):
+        _, figures = pairs.generate([(step + 1, 2), (3 + step,)], sampling_of(settings, step), step)
+        assert figures, "each step is a pair"
+    assert found == known
+
+
+@pytest.mark.parametrize(
+    ("heads", "drafts", "found"), [(3, None, 3), (8, None, 8), (8, "auto", 8), (8, 6, 6), (2, 2, 2)]
+)
+def test_an_engine_with_heads_of_its_own_drafts_after_a_pair_as_before(
+    engine, monkeypatch: pytest.MonkeyPatch, heads: int, drafts: int | str | None, found: int
+):
+    """Heads from a folder may be more or fewer than `heads.num_heads`, which is 4 here."""
+
+    def configure(**asked: Any) -> None:
+        engine.num_drafts = engine._possible(asked)
+
+    monkeypatch.setattr(engine, "configure", configure)
+    engine.max_drafts = heads
+    engine.num_drafts = found
+    values = {
+        "report": {"speed_every": 1},
+        "heads": {"path": "heads"},
+        "engine": {"num_drafts": drafts},
+        "sampling": {"max_new_tokens": 3, "responses_per_prompt": 1},
+    }
+    settings = build_config(values)
+    pairs = SpeedPairs(engine, settings)
+    for step in range(2):
+        pairs.generate(PROMPTS, sampling_of(settings, step), step)
+    assert engine.drafts == [0, found, found, 0] and engine.num_drafts == found
+
+
 @pytest.mark.parametrize("settings", [config(every=None), config(drafts=0)])
 def test_no_pairs_when_there_is_nothing_to_compare(engine, settings: RunConfig):
     pairs = SpeedPairs(engine, settings)

@@ -391,7 +391,7 @@ def test_rewards_of_steps_teach_which_step_was_right(tmp_path: Path, tiny_actor,
         def batch_decode(
             self, ids: list[list[int]], skip_special_tokens: bool = False
         ) -> list[str]:
-            return [f"{row[0]}|" if row[0] else "" for row in ids]
+            return ["".join(f"{token}|" for token in row if token) for row in ids]
 
     def second(prompt: str, response: str, row: dict) -> list[float]:
         words = [word for word in response.split("|") if word] or [""]

@@ -217,7 +217,7 @@ def test_rewards_of_steps_come_by_pieces_too(tmp_path: Path, tiny_actor, samplin
         def batch_decode(
             self, ids: list[list[int]], skip_special_tokens: bool = False
         ) -> list[str]:
-            return [f"{row[0]}|" if row[0] else "" for row in ids]
+            return ["".join(f"{token}|" for token in row if token) for row in ids]
 
     def each(prompt: str, response: str, row: dict) -> list[float]:
         return [

@@ -32,6 +32,7 @@ from medusa_ppo.ppo.run_state import (
     saved_folder,
     saved_memory,
 )
+from medusa_ppo.reports.store import RunWriter
 
 
 def learner(actor) -> Learner:
@@ -126,6 +127,24 @@ def test_a_crash_between_the_renames_loses_nothing(
         save_checkpoint(config.run_dir, one, RunPosition(2, 2, 0.0), config)
     assert read_position(config.run_dir, config).next_step == 1
     one.load(saved_folder(config.run_dir))
+
+
+@pytest.mark.parametrize("crashed", [False, True])
+def test_nothing_is_resumed_from_what_was_there_before_a_new_run(
+    tiny_actor, config: RunConfig, crashed: bool
+):
+    config = config.model_copy(
+        update={"ppo": config.ppo.model_copy(update={"keep_checkpoints": 1})}
+    )
+    save_checkpoint(config.run_dir, learner(tiny_actor()), RunPosition(16, 16, 0.0), config)
+    if crashed:  # Between the two renames.
+        (config.run_dir / "checkpoint").rename(config.run_dir / ".checkpoint.old")
+    assert read_position(config.run_dir, config).next_step == 16
+    RunWriter(config.run_dir, {}).close()
+    with pytest.raises(CheckpointError, match="There is nothing to resume from"):
+        read_position(config.run_dir, config)
+    (earlier,) = (config.run_dir / "earlier").iterdir()
+    assert read_position(earlier, config).next_step == 16
 
 
 def test_what_a_killed_run_had_begun_to_write_is_removed(

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForSequenceClassification, LlamaForTokenClassification
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import (
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from heads.errors import ConfigError, DataError, ModelError, RunError
 from medusa_ppo.config.ppo_section import PPOConfig
@@ -19,6 +26,7 @@ from medusa_ppo.ppo.rewards import (
     find_callable,
     make_reward,
     step_ends,
+    token_texts,
 )
 
 
@@ -161,6 +169,43 @@ def test_a_text_that_is_too_long_is_an_error_or_loses_its_beginning(
             cuts.score_steps(["a"], [["b" * longest + "c", "b"]], [{}])
 
 
+@pytest.mark.parametrize("length", [30, 31, 32])
+def test_a_reward_model_whose_positions_begin_after_that_of_padding(tmp_path: Path, length: int):
+    """Of RoBERTa's 34 positions two are the padding's and the one before it: 32 tokens fit, and one
+    place stays for padding.
+    """
+    letters = Tokenizer(
+        models.WordLevel({"[UNK]": 0, "[PAD]": 1, "a": 2, "b": 3}, unk_token="[UNK]")
+    )
+    letters.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    PreTrainedTokenizerFast(tokenizer_object=letters, pad_token="[PAD]").save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    config = RobertaConfig(
+        vocab_size=4,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=34,
+        type_vocab_size=1,
+        pad_token_id=1,
+        num_labels=1,
+    )
+    RobertaForSequenceClassification(config).save_pretrained(tmp_path)
+    strict = ModelReward(str(tmp_path))
+    cuts = ModelReward(str(tmp_path), cuts=True)
+    text = "ab" * 16
+    asked = ([text[: length - 4]], [text[length - 4 : length]], [{}])
+    assert strict._longest == 31
+    expected = strict.score([""], [text[max(0, length - 31) : length]], [{}])
+    if length <= 31:
+        assert strict.score(*asked) == expected
+    else:
+        with pytest.raises(RunError, match="at most 31"):
+            strict.score(*asked)
+    assert cuts.score(*asked) == expected and cuts.cut == (length > 31)
+
+
 def test_a_template_is_what_the_model_reads(reward_model: Path):
     plain = ModelReward(str(reward_model))
     source = ModelReward(str(reward_model), template="c{prompt}b{response}ca")
@@ -182,6 +227,99 @@ def test_a_foreign_tokenizer_is_refused(reward_model: Path):
     model.save_pretrained(reward_model)
     with pytest.raises(ModelError, match="tokenizer does not match it"):
         ModelReward(str(reward_model))
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """A tokenizer as Llama 2's: words begin with a space, which the text's first one loses; what it
+    doesn't know is bytes.
+    """
+    vocab = {"<unk>": 0, "</s>": 1} | {f"<0x{n:02X}>": n + 2 for n in range(256)}
+    vocab |= {word: 258 + n for n, word in enumerate(["▁", "a", "b", "▁a", "▁ab", "ab", "é", "."])}
+    merges = [("a", "b"), ("▁", "a"), ("▁", "ab")]
+    found = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    found.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    found.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=found, unk_token="<unk>", eos_token="</s>")
+
+
+def byte_level() -> PreTrainedTokenizerFast:
+    """A tokenizer as GPT-2's and Qwen's: each token is bytes."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: n for n, letter in enumerate(letters)} | {"ab": 256, "âĤ": 257}
+    found = Tokenizer(models.BPE(vocab, [("a", "b"), ("â", "Ĥ")]))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    found.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=found, eos_token="</s>")
+
+
+TOKENIZERS = pytest.mark.parametrize("make", [byte_fallback, byte_level])
+
+
+@TOKENIZERS
+def test_the_texts_of_tokens_are_together_the_text_of_the_response(make):
+    tokenizer = make()
+    text = " ab a, 5 € \u2013 or 漢字 and 🙂.\n\n  ab é"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    (whole,) = tokenizer.batch_decode([ids], skip_special_tokens=True)
+    assert whole == text
+    cases = [ids, ids[3:], ids[:-4], [], ids[:1], [*ids[:5], tokenizer.eos_token_id, *ids[5:9]]]
+    for token_ids, pieces in zip(cases, token_texts(tokenizer, cases), strict=True):
+        assert len(pieces) == len(token_ids)
+        assert "".join(pieces) == tokenizer.decode(token_ids, skip_special_tokens=True)
+    pieces = token_texts(tokenizer, [ids])[0]
+    assert {"€", "\u2013", "漢", "字", "🙂", ".", "é"} <= {piece.strip() for piece in pieces}
+    assert pieces[-1] == "" and "\ufffd" not in "".join(pieces)
+
+
+@TOKENIZERS
+def test_bytes_that_are_no_text_are_texts_of_tokens_too(make):
+    """An untrained policy writes them; they are decoded in small parts."""
+    tokenizer = make()
+    longest = 0
+    decode = tokenizer.batch_decode
+
+    def counted(rows, **how):
+        nonlocal longest
+        if len(rows) == 1:
+            longest = max(longest, len(rows[0]))
+        return decode(rows, **how)
+
+    tokenizer.batch_decode = counted
+    drawn = random.Random(0)
+    cases = [[drawn.randrange(258) for _ in range(40)] for _ in range(60)]
+    cases += [[130] * 500, [1] * 500]
+    wholes = decode(cases, skip_special_tokens=True)
+    for whole, token_ids, pieces in zip(wholes, cases, token_texts(tokenizer, cases), strict=True):
+        assert "".join(pieces) == whole and len(pieces) == len(token_ids)
+    assert longest <= 64
+
+
+def test_a_step_is_rewarded_at_its_token_whatever_its_characters():
+    """Each step ends with a newline, here the second token of its text; the euro sign is three."""
+    tokenizer = byte_level()
+    ids = tokenizer("€\n🙂\na")["input_ids"]
+    seen = []
+
+    def reward(prompt: str, response: str, row: dict) -> list[float]:
+        seen.append(response)
+        return [float(n) for n, _ in enumerate(response.split("\n"), 1)]
+
+    source = CallableReward(reward, "steps")
+    found = earned_by_steps(source, token_texts(tokenizer, [ids]), [""], [{}], "\n")
+    assert seen == ["€\n🙂\na"]
+    ends = [place for place, token in enumerate(ids) if tokenizer.decode([token]) in "\na"]
+    assert [(place, value) for place, value in enumerate(found[0].tolist()) if value] == list(
+        zip(ends, [1.0, 2.0, 3.0], strict=True)
+    )
 
 
 @pytest.mark.parametrize(

@@ -221,6 +221,105 @@ def test_a_stopped_run_goes_on_where_it_was(
     assert found == expected
 
 
+def test_a_run_that_was_started_anew_does_not_go_on_as_the_one_before_it(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene
+):
+    """The earlier one can be resumed where it is now."""
+    config = settings(tmp_path, actor_folder)
+    with pytest.raises(KeyboardInterrupt):
+        run_ppo(config, StopAt(1, KeyboardInterrupt()))
+    for folder in ("companion", "heads"):
+        (config.run_dir / folder).mkdir()
+    anew = settings(tmp_path, actor_folder, ppo={"checkpoint_every": None})
+    with pytest.raises(KeyboardInterrupt):
+        run_ppo(anew, StopAt(0, KeyboardInterrupt()))
+    with pytest.raises(CheckpointError, match="nothing to resume"):
+        run_ppo(config, resume=True)
+    (earlier,) = (config.run_dir / "earlier").iterdir()
+    assert (earlier / "companion").is_dir() and (earlier / "heads").is_dir()
+    place = {"out": str(earlier.parent), "name": earlier.name}
+    assert run_ppo(config.model_copy(update=place), resume=True)["steps"] == STEPS
+
+
+def test_a_run_may_begin_with_the_actor_that_it_replaces(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene
+):
+    """The engine reads it after the files of the earlier run have moved."""
+    config = settings(tmp_path, actor_folder)
+    run_ppo(config)
+    again = settings(tmp_path, config.run_dir / "actor")
+    assert run_ppo(again)["steps"] == STEPS and (again.run_dir / "actor").is_dir()
+
+
+def test_a_running_server_gets_the_runs_own_actor_before_its_first_answer(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch: pytest.MonkeyPatch
+):
+    """It may hold that of whoever used it last, here of version 16."""
+    own = settings(tmp_path / "own", actor_folder)
+    run_ppo(own)
+    made = session.make_engine
+    held = []
+
+    def attached(*args, **how):
+        engine = made(*args, **how)
+        for parameter in engine.actor.parameters():
+            parameter.data.zero_()
+        held.append(16)
+        sync, generate = engine.sync_actor, engine.generate
+
+        def sync_actor(path, version, checked=None):
+            held.append(version)
+            return sync(path, version, checked)
+
+        def answer(prompts, sampling):
+            assert held[-1] == engine.policy_version != 16, "somebody else's actor"
+            return generate(prompts, sampling)
+
+        monkeypatch.setattr(engine, "sync_actor", sync_actor)
+        monkeypatch.setattr(engine, "generate", answer)
+        return engine
+
+    monkeypatch.setattr(session, "make_engine", attached)
+    config = settings(tmp_path, actor_folder, engine={"backend": "http://127.0.0.1:1"})
+    run_ppo(config)
+    assert held == [16, 0, 1, 2, 3]
+    names = ("reward_mean", "entropy", "policy_loss", "engine_kl")
+    expected, found = (
+        [[s[n] for n in names] for s in read_run(c.run_dir).steps] for c in (own, config)
+    )
+    assert found == expected
+
+
+def test_an_actor_is_saved_even_if_the_last_checkpoint_does_not_fit_on_the_disk(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(session.Learner, "save", full)
+    config = settings(tmp_path, actor_folder)
+    with pytest.raises(OSError, match="No space left"):
+        run_ppo(config)
+    assert AutoModelForCausalLM.from_pretrained(config.run_dir / "actor")
+    run = read_run(config.run_dir)
+    assert (run.status, len(run.steps)) == ("failed", STEPS)
+    assert "No space left" in run.meta["extras"]["error"]
+
+
+def test_a_checkpoint_is_saved_even_if_the_actor_can_not_be(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(session.Learner, "save_actor", fail)
+    config = settings(tmp_path, actor_folder, ppo={"checkpoint_every": 100})
+    with pytest.raises(OSError, match="Input/output"):
+        run_ppo(config)
+    state = json.loads((config.run_dir / "checkpoint" / "state.json").read_text())
+    assert state["next_step"] == STEPS
+
+
 def test_a_resumed_run_gives_its_engines_what_they_remembered(
     tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch
 ):

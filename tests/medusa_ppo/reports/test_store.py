@@ -193,6 +193,52 @@ def test_a_new_run_moves_what_an_earlier_one_left(tmp_path: Path) -> None:
     assert all((path / "report.html").is_file() for path in earlier)
 
 
+SAVED = ("checkpoint", ".checkpoint.old", "checkpoints", "best", "actor", "heads-final")
+
+
+def test_a_new_run_moves_what_an_earlier_one_saved(tmp_path: Path) -> None:
+    for name in (*SAVED, "companion", "warm-up"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "of.txt").write_text(name)
+    RunWriter(tmp_path, {"seed": 1}, moves=("companion", "heads")).close()
+    (earlier,) = (tmp_path / "earlier").iterdir()
+    assert {path.name for path in earlier.iterdir()} == {*SAVED, "companion"}
+    assert all((earlier / name / "of.txt").read_text() == name for name in SAVED)
+    assert (tmp_path / "warm-up" / "of.txt").is_file(), "an interrupted warm-up is used again"
+
+
+def test_a_resumed_run_moves_nothing(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path, {})
+    write_steps(writer, 0)
+    writer.close()
+    for name in (*SAVED, "companion"):
+        (tmp_path / name).mkdir()
+    RunWriter(tmp_path, {}, resume_step=1, moves=("companion",)).close()
+    assert all((tmp_path / name).is_dir() for name in (*SAVED, "companion"))
+    assert not (tmp_path / "earlier").exists()
+
+
+def test_what_a_new_run_reads_of_an_earlier_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "runs" / "run"
+    for name in SAVED:
+        (folder / name).mkdir(parents=True)
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(tmp_path)
+    config = {
+        "model": {"path": "runs/run/actor", "critic_path": None, "dtype": "a\0b"},
+        "heads": {"path": str(tmp_path / "link" / "heads-final" / "deeper")},
+        "data": {"path": "best", "template": "x" * 5000},
+    }
+    RunWriter(folder, config).close()
+    assert (folder / "actor").is_dir() and (folder / "heads-final").is_dir()
+    moved = {path.name for path in folder.glob("earlier/*/*")} | {
+        path.name for path in folder.glob("earlier/*/.*")
+    }
+    assert moved == set(SAVED) - {"actor", "heads-final"}
+
+
 def test_two_processes_can_not_write_into_one_folder(tmp_path: Path) -> None:
     code = (
         f"from medusa_ppo.reports.store import RunWriter; w = RunWriter({str(tmp_path)!r}, {{}});"
