@@ -68,6 +68,8 @@ class Seat:
     settings: Drafting = field(default_factory=Drafting)
     versions: dict[str, int] = field(default_factory=dict)
     remembers: bool = True
+    behind: bool = False
+    """Nobody can give it the pool's actor before the next sync; until then it gets no pieces."""
     share: EngineShare = field(default_factory=EngineShare)
     speed: float | None = None
     """Tokens per second in the calls so far, weighting newer ones more; None: it has answered
@@ -95,7 +97,8 @@ class Load:
         return tuple(index for piece in self.pieces for index in piece)
 
 
-Running = dict[Future[Rollouts], tuple[Seat, Load]]
+Running = dict[Future[Rollouts | None], tuple[Seat, Load]]
+"""Calls; one that returns None was made to an engine that is `behind`."""
 
 
 class EnginePool(base.RolloutEngine):
@@ -225,10 +228,13 @@ class EnginePool(base.RolloutEngine):
                     if error is not None:
                         self._lost(seat, error)
                         waiting[:0] = self._left_by_a_lost_one(load, sampling)
+                    elif (answer := job.result()) is None:
+                        seat.behind = True
+                        waiting[:0] = self._left_by_a_lost_one(load, sampling)
                     else:
-                        answers.append((load.prompts, job.result()))
-                        self.memory.hear(seat.engine, job.result(), self.policy_version)
-                        seat.share = seat.share.plus(job.result())
+                        answers.append((load.prompts, answer))
+                        self.memory.hear(seat.engine, answer, self.policy_version)
+                        seat.share = seat.share.plus(answer)
                         # It answers again; MAX_RESTARTS is for engines that never do.
                         seat.restarts = 0
         except Exception:
@@ -244,7 +250,7 @@ class EnginePool(base.RolloutEngine):
         and however fast they are, because responses depend on them.
         """
         pieces = cut(prompts, sampling, len(self._seats))
-        seats = (self._ready() if sampling.seed is None else None) or self._seats
+        seats = (self._able() if sampling.seed is None else None) or self._seats
         known = [seat.speed for seat in seats if seat.speed is not None]
         speeds = known if len(known) == len(seats) and sampling.seed is None else [1.0] * len(seats)
         dealt = deal(pieces, prompts, sampling, speeds)
@@ -282,11 +288,12 @@ class EnginePool(base.RolloutEngine):
         """
         self._revive()
         busy = {seat.index for seat, _ in running.values()}
-        for seat in sorted(self._ready(), key=lambda seat: seat.share.tokens):
+        able = self._able()
+        for seat in sorted(able, key=lambda seat: seat.share.tokens):
             if seat.index in busy:
                 continue
             own = [load for load in waiting if load.seat is seat]
-            free = [load for load in waiting if load.seat is None or load.seat.engine is None]
+            free = [load for load in waiting if load.seat not in able]
             load = next(iter(own + free), None)
             if load is None:
                 continue
@@ -418,13 +425,14 @@ class EnginePool(base.RolloutEngine):
 
     def _ask(
         self, seat: Seat, piece: Piece, prompts: base.Prompts, sampling: Sampling, ask: Ask
-    ) -> Rollouts:
+    ) -> Rollouts | None:
         assert seat.engine is not None
-        self._catch_up(seat)
-        return ask(seat.engine, piece, prompts, sampling)
+        return ask(seat.engine, piece, prompts, sampling) if self._catch_up(seat) else None
 
-    def _catch_up(self, seat: Seat) -> None:
-        """Bring an engine up to the pool's versions and settings."""
+    def _catch_up(self, seat: Seat) -> bool:
+        """Bring an engine up to the pool's versions and settings; returns whether that is possible
+        before the next sync.
+        """
         engine = seat.engine
         assert engine is not None
         for what, (path, version, checked) in self._kept.items():
@@ -437,6 +445,7 @@ class EnginePool(base.RolloutEngine):
         if not seat.remembers:
             engine.remember(self.memory.rows(self.policy_version))
             seat.remembers = True
+        return True
 
     def _joined(
         self,
@@ -506,6 +515,7 @@ class EnginePool(base.RolloutEngine):
             raise next(error for _, error in answers if isinstance(error, SwapError))
         self._forget(what)
         self._kept[what] = (file, version, found)
+        self._none_is_behind(what)
         for seat, receipt in receipts:
             if receipt.checksum == receipts[0][1].checksum:
                 seat.versions[what] = version
@@ -539,6 +549,11 @@ class EnginePool(base.RolloutEngine):
         """Remove the file that was kept until now."""
         if what in self._kept:
             self._kept.pop(what)[0].unlink(missing_ok=True)
+
+    def _none_is_behind(self, what: str) -> None:
+        """Engines that have not got this version can get it before their next piece."""
+        for seat in self._seats:
+            seat.behind = seat.behind and what != "actor"
 
     def _everywhere(self, call: Call) -> list[tuple[Seat, Any]]:
         """Call all engines at once; returns the answer or error of each. Lost engines are
@@ -640,16 +655,29 @@ class EnginePool(base.RolloutEngine):
                 seat.engine = start.result()
                 seat.versions = {}
                 seat.settings = Drafting()
+                seat.behind = False
                 # With nothing remembered there is nothing to catch up on.
                 seat.remembers = not self.memory.most_bytes
 
     def _ready(self) -> list[Seat]:
         return [seat for seat in self._seats if seat.engine is not None]
 
+    def _able(self) -> list[Seat]:
+        """The seats whose engines can answer with the pool's versions."""
+        return [seat for seat in self._ready() if not seat.behind]
+
     def _engines(self) -> list[base.RolloutEngine]:
         return [seat.engine for seat in self._seats if seat.engine is not None]
 
     def _none_left(self) -> EngineError:
+        behind = sum(seat.behind for seat in self._ready())
+        if behind:
+            return EngineError(
+                "No engine is left that has the actor.",
+                given=f"{behind} restarted since it was broadcast; it may have changed since then",
+                expected=f"one engine with version {self.policy_version}",
+                do="Continue from a checkpoint. engine.transfer=file keeps a file for such engines.",
+            )
         given = f"{self.restarts} restarts"
         return EngineError(
             "No engine of the pool is left.",
