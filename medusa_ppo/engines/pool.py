@@ -7,7 +7,7 @@ and lost ones are restarted.
                   one, for engines that come late
     memory        what one engine has written goes to all others, and to restarted ones
     lost engine   its pieces go to the others; it is restarted in the background, catches up, and
-                  takes pieces again
+                  takes pieces again. A server at an address is looked for until it is back
 
 An engine answers only with the pool's versions: one that missed a swap or sync gets it before its
 next piece. A pool of one restarts its engine when it is lost; the engine samples as it would alone.
@@ -19,6 +19,7 @@ import functools
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -51,6 +52,7 @@ Factory = Callable[[int], base.RolloutEngine]
 Call = Callable[[base.RolloutEngine], Any]
 Ask = Callable[[base.RolloutEngine, Piece, base.Prompts, Sampling], Rollouts]
 MAX_RESTARTS = 3  # Per engine, between two answers.
+LOOK_EVERY_S = 10.0  # For a server that somebody else restarts.
 METHODS = {"heads": "swap_heads", "actor": "sync_actor"}
 NAMES = {"heads": "new heads", "actor": "the actor's weights"}
 
@@ -59,12 +61,20 @@ NAMES = {"heads": "new heads", "actor": "the actor's weights"}
 class Seat:
     """One engine's place in the pool. `engine` is None while it restarts, and for good after too
     many restarts in a row.
+
+    Attributes:
+        restarts: since its last answer.
+        away_since: when it was first lost since its last answer, by the monotonic clock; None: it
+            was not.
+        why: why it was lost, or did not start; empty: it was neither.
     """
 
     index: int
     engine: base.RolloutEngine | None
     restarts: int = 0
     starting: Future[base.RolloutEngine] | None = None
+    away_since: float | None = None
+    why: str = ""
     settings: Drafting = field(default_factory=Drafting)
     versions: dict[str, int] = field(default_factory=dict)
     remembers: bool = True
@@ -116,6 +126,7 @@ class EnginePool(base.RolloutEngine):
         count: int,
         *,
         on_close: Callable[[], None] = lambda: None,
+        back_within_s: float = 0.0,
     ) -> None:
         """Start `count` engines, all at once. If one fails, ends the others and raises its error.
 
@@ -123,9 +134,13 @@ class EnginePool(base.RolloutEngine):
             factory: starts the engine with a given index; called again for a lost one.
             count: number of engines.
             on_close: called when all engines are closed.
+            back_within_s: the engines are servers that somebody else restarts, and the factory
+                finds one only when it is back: for so many seconds the pool waits if it has no
+                other engine. 0: the factory starts them.
         """
         self._factory = factory
         self._on_close = on_close
+        self._back_within_s = back_within_s
         # One call per engine, plus the restart of a lost one.
         self._threads = ThreadPoolExecutor(2 * count, thread_name_prefix="medusa-ppo-pool")
         self._kept: dict[str, tuple[Path, int, Checked]] = {}
@@ -133,7 +148,7 @@ class EnginePool(base.RolloutEngine):
         self._settings = Drafting()
         self.memory = SharedMemory(0)
         self.restarts = 0
-        self._closing = False
+        self._closing = threading.Event()
         starts = [self._threads.submit(factory, index) for index in range(count)]
         # Wait for all of them, even if one has failed: those that came up must be closed.
         wait(starts)
@@ -218,7 +233,7 @@ class EnginePool(base.RolloutEngine):
                 starting = [
                     seat.starting for seat in self._seats if seat.starting is not None and waiting
                 ]
-                if not running and not starting:
+                if not running and (not starting or self._overdue()):
                     raise self._none_left()
                 awaited: list[Future[Any]] = [*running, *starting]
                 wait(awaited, return_when=FIRST_COMPLETED)
@@ -237,6 +252,8 @@ class EnginePool(base.RolloutEngine):
                         seat.share = seat.share.plus(answer)
                         # It answers again; MAX_RESTARTS is for engines that never do.
                         seat.restarts = 0
+                        seat.away_since = None
+                        seat.why = ""
         except Exception:
             # An error leaves no engine busy; close() ends one that an interrupt left busy.
             wait(running)
@@ -406,7 +423,7 @@ class EnginePool(base.RolloutEngine):
 
     def close(self) -> None:
         # A call in another thread loses its engine now, and no replacement is started.
-        self._closing = True
+        self._closing.set()
         # Wait for engines that are starting: they would outlive the run.
         for seat in self._seats:
             if seat.starting is not None:
@@ -568,7 +585,7 @@ class EnginePool(base.RolloutEngine):
         self._revive()
         while not self._ready():
             starting = [seat.starting for seat in self._seats if seat.starting is not None]
-            if not starting:
+            if not starting or self._overdue():
                 raise self._none_left()
             wait(starting, return_when=FIRST_COMPLETED)
             self._revive()
@@ -576,7 +593,9 @@ class EnginePool(base.RolloutEngine):
 
     def _all_seated(self) -> list[Seat]:
         """As `_seated`, when no engine is starting any more."""
-        while starting := [seat.starting for seat in self._seats if seat.starting is not None]:
+        while (
+            starting := [seat.starting for seat in self._seats if seat.starting is not None]
+        ) and not self._overdue():
             wait(starting)
             self._revive()
         return self._seated()
@@ -622,23 +641,42 @@ class EnginePool(base.RolloutEngine):
     def _lost(self, seat: Seat, error: BaseException) -> None:
         """Restart a lost engine in the background. Errors that aren't the engine's are raised."""
         # An invalid request would be invalid for the next engine too.
-        if not isinstance(error, EngineError) or self._closing:
+        if not isinstance(error, EngineError) or self._closing.is_set():
             raise error
-        logger.warning("Engine %d is lost. %s", seat.index, error)
+        self._note_why(seat, error)
         engine = seat.engine
         seat.engine = None
+        seat.away_since = seat.away_since or time.monotonic()
         if seat.restarts < MAX_RESTARTS:
+            # One that answers nothing between two losses gets time to come to itself.
+            pause_s = LOOK_EVERY_S if self._back_within_s and seat.restarts else 0.0
             seat.restarts += 1
             self.restarts += 1
-            seat.starting = self._threads.submit(self._start_again, seat.index, engine)
+            seat.starting = self._threads.submit(self._start_again, seat.index, engine, pause_s)
         # Closed in the background, because it may hang.
         elif engine is not None:
             self._threads.submit(engine.close)
 
-    def _start_again(self, index: int, old: base.RolloutEngine | None) -> base.RolloutEngine:
+    @staticmethod
+    def _note_why(seat: Seat, error: BaseException) -> None:
+        """Log a loss, and why a start failed; of starts that fail alike only the first."""
+        if seat.engine is not None or str(error) != seat.why:
+            logger.warning("Engine %d is lost. %s", seat.index, error)
+        seat.why = str(error)
+
+    def _start_again(
+        self, index: int, old: base.RolloutEngine | None, pause_s: float = 0.0
+    ) -> base.RolloutEngine:
         if old is not None:
             # The old one is closed first, because the new one needs its memory.
             old.close()
+        if self._closing.wait(pause_s):
+            raise EngineError(
+                "The pool is closed.",
+                given=f"engine {index}, which was lost",
+                expected="a pool that is in use",
+                do="Start a new one.",
+            )
         return self._factory(index)
 
     def _revive(self) -> None:
@@ -649,7 +687,13 @@ class EnginePool(base.RolloutEngine):
             error = seat.starting.exception()
             start = seat.starting
             seat.starting = None
-            if error is not None:
+            if error is not None and self._back_within_s and not self._closing.is_set():
+                # Not a restart: its server is not back yet.
+                self._note_why(seat, error)
+                seat.starting = self._threads.submit(
+                    self._start_again, seat.index, None, LOOK_EVERY_S
+                )
+            elif error is not None:
                 self._lost(seat, error)
             else:
                 seat.engine = start.result()
@@ -658,6 +702,14 @@ class EnginePool(base.RolloutEngine):
                 seat.behind = False
                 # With nothing remembered there is nothing to catch up on.
                 seat.remembers = not self.memory.most_bytes
+
+    def _overdue(self) -> bool:
+        """Whether all engines that the pool waits for have been away for too long."""
+        now = time.monotonic()
+        return self._back_within_s > 0 and not any(
+            seat.starting is not None and now - (seat.away_since or now) < self._back_within_s
+            for seat in self._seats
+        )
 
     def _ready(self) -> list[Seat]:
         return [seat for seat in self._seats if seat.engine is not None]
@@ -676,12 +728,14 @@ class EnginePool(base.RolloutEngine):
                 "No engine is left that has the actor.",
                 given=f"{behind} restarted since it was broadcast; it may have changed since then",
                 expected=f"one engine with version {self.policy_version}",
-                do="Continue from a checkpoint. engine.transfer=file keeps a file for such engines.",
+                do="Continue from a checkpoint. With engine.transfer=file such engines have a file.",
             )
-        given = f"{self.restarts} restarts"
+        reasons = dict.fromkeys(seat.why for seat in self._seats if seat.why)
+        given = f"{self.restarts} restarts; the last errors:\n" + "\n".join(reasons)
         return EngineError(
             "No engine of the pool is left.",
             given=given,
-            expected="at least one engine",
+            expected="at least one engine"
+            + (f", or one back within {self._back_within_s:.0f} s" if self._back_within_s else ""),
             do="Read the engines' logs.",
         )
