@@ -345,13 +345,16 @@ class EnginePool(base.RolloutEngine):
 
     def configure(self, **settings: Unpack[Drafting]) -> None:
         count = self._possible(settings)
-        self._settings |= settings
+        before = self._settings
+        self._settings = before | settings
         if settings.get("memory_bytes", self.memory.most_bytes) != self.memory.most_bytes:
             # Replaced only if the size changes: setting the same size must not forget anything.
             self.memory = SharedMemory(settings["memory_bytes"])
         self._everywhere(lambda engine: engine.configure(**settings))
         for seat in self._ready():
-            seat.settings = self._settings.copy()
+            # One that was restarted lacks earlier settings too: it gets all before its next piece.
+            if seat.settings == before:
+                seat.settings = self._settings.copy()
         self.num_drafts = count
 
     def checksums(self) -> dict[str, str]:
@@ -728,7 +731,7 @@ class EnginePool(base.RolloutEngine):
                 "No engine is left that has the actor.",
                 given=f"{behind} restarted since it was broadcast; it may have changed since then",
                 expected=f"one engine with version {self.policy_version}",
-                do="Continue from a checkpoint. With engine.transfer=file such engines have a file.",
+                do="Continue from a checkpoint. engine.transfer=file keeps a file for them.",
             )
         reasons = dict.fromkeys(seat.why for seat in self._seats if seat.why)
         given = f"{self.restarts} restarts; the last errors:\n" + "\n".join(reasons)

@@ -593,6 +593,18 @@ def test_restarts_are_counted_between_answers(make_pool: Any) -> None:
     assert pool.restarts == MAX_RESTARTS + 2
 
 
+def test_a_restarted_engine_gets_the_settings_of_before_and_the_newest_ones(make_pool: Any) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    pool.configure(sampled=True, draft_temperature=0.7)
+    pool._lost(pool._seats[1], EngineError("The engine's process died."))
+    wait([pool._seats[1].starting])
+    pool.configure(num_drafts=2)
+    pool.generate(PROMPTS, SAMPLING)
+    for engine in (factory.of(0)[0], factory.of(1)[1]):
+        assert engine.calls and engine.num_drafts == 2
+        assert engine.drafting == {"sampled": True, "draft_temperature": 0.7}
+
+
 # ---- servers that somebody else restarts
 
 
