@@ -387,11 +387,9 @@ class EnginePool(base.RolloutEngine):
         return {**reports[0], "engines": reports}
 
     def remember(self, rows: Sequence[Row]) -> int:
-        return max(
-            held
-            for _, held in self._everywhere(lambda engine: engine.remember(rows))
-            if isinstance(held, int)
-        )
+        answers = self._everywhere(lambda engine: engine.remember(rows))
+        # None, if all of them were lost: they hear it when they are back.
+        return max((held for _, held in answers if isinstance(held, int)), default=0)
 
     def _spread_news(self) -> None:
         """Send what each engine has written in this call to all others."""

@@ -605,6 +605,22 @@ def test_a_restarted_engine_gets_the_settings_of_before_and_the_newest_ones(make
         assert engine.drafting == {"sampled": True, "draft_temperature": 0.7}
 
 
+def test_a_single_engine_that_dies_over_what_it_is_told_hears_it_again(make_pool: Any) -> None:
+    """As a resumed run does: the pool has the rows first, then its engines."""
+    pool, factory = make_pool(0.0)
+    pool.memory = SharedMemory(1 << 20)
+    rows = [(prompt_key([5]).hex(), 0, 1, [6, 7])]
+    pool.memory.take(rows)
+
+    def die(rows: Any) -> int:
+        raise EngineError("The engine's process died.")
+
+    factory.of(0)[0].remember = die  # type: ignore[method-assign]
+    assert pool.remember(pool.memory.rows(0)) == 0
+    pool.generate(PROMPTS, SAMPLING)
+    assert [tuple(tokens) for *_, tokens in factory.of(0)[1].told] == [(6, 7)]
+
+
 # ---- servers that somebody else restarts
 
 
