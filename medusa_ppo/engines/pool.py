@@ -695,7 +695,7 @@ class EnginePool(base.RolloutEngine):
                     self._start_again, seat.index, None, LOOK_EVERY_S
                 )
             elif error is not None:
-                self._lost(seat, error)
+                self._lost(seat, _not_started(error))
             else:
                 seat.engine = start.result()
                 seat.versions = {}
@@ -740,3 +740,17 @@ class EnginePool(base.RolloutEngine):
             + (f", or one back within {self._back_within_s:.0f} s" if self._back_within_s else ""),
             do="Read the engines' logs.",
         )
+
+
+def _not_started(error: BaseException) -> BaseException:
+    """A failed restart as the engine's error, whatever its kind: it started with the same settings
+    before, and other engines go on.
+    """
+    if isinstance(error, EngineError) or not isinstance(error, Exception):
+        return error
+    return EngineError(
+        "An engine could not be started again.",
+        given=f"{type(error).__name__}: {error}",
+        expected="a start like its first one",
+        do="Read the message, and check memory and disk.",
+    )

@@ -621,6 +621,26 @@ def test_a_single_engine_that_dies_over_what_it_is_told_hears_it_again(make_pool
     assert [tuple(tokens) for *_, tokens in factory.of(0)[1].told] == [(6, 7)]
 
 
+def test_a_restart_that_fails_for_any_reason_is_not_the_others_end(make_pool: Any) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    start = factory.__call__
+
+    def full(index: int) -> EchoEngine:
+        raise OSError(28, "No space left on device")
+
+    pool._factory = full
+    factory.of(1)[0].dies_at_call = 1
+    for _ in range(MAX_RESTARTS + 1):
+        assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
+        if pool._seats[1].starting is not None:
+            wait([pool._seats[1].starting])
+    assert pool.restarts == MAX_RESTARTS
+    factory.of(0)[0].dies_at_call = len(factory.of(0)[0].calls) + 1
+    with pytest.raises(EngineError, match="No space left on device"):
+        pool.generate(PROMPTS, SAMPLING)
+    pool._factory = start
+
+
 # ---- servers that somebody else restarts
 
 
