@@ -454,7 +454,9 @@ class EnginePool(base.RolloutEngine):
         engine = seat.engine
         assert engine is not None
         for what, (path, version, checked) in self._kept.items():
-            if seat.versions.get(what) != version:
+            # A server that was restarted between two calls says itself that its heads are gone.
+            gone = what == "heads" and engine.heads_version < 0
+            if gone or seat.versions.get(what) != version:
                 getattr(engine, METHODS[what])(path, version, checked)
                 seat.versions[what] = version
         if seat.settings != self._settings:

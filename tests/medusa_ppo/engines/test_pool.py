@@ -641,6 +641,16 @@ def test_a_restart_that_fails_for_any_reason_is_not_the_others_end(make_pool: An
     pool._factory = start
 
 
+def test_heads_that_a_server_lost_between_two_calls_come_back(
+    make_pool: Any, tmp_path: Path
+) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    pool.swap_heads(state_file(tmp_path, 1.0), 4)
+    factory.of(1)[0].heads_version = -1
+    pool.generate(PROMPTS, SAMPLING)
+    assert factory.of(1)[0].versions_at_call == [(4, 0, 4)]
+
+
 # ---- servers that somebody else restarts
 
 
