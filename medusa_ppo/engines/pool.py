@@ -536,10 +536,10 @@ class EnginePool(base.RolloutEngine):
         self._forget(what)
         self._kept[what] = (file, version, found)
         self._none_is_behind(what)
-        for seat, receipt in receipts:
-            if receipt.checksum == receipts[0][1].checksum:
-                seat.versions[what] = version
         sums = {receipt.checksum for _, receipt in receipts}
+        for seat, _ in receipts:
+            # Which of them differs from the file, nobody knows: all get it again.
+            seat.versions[what] = version if len(sums) == 1 else -1
         if len(sums) > 1:
             raise SwapError(
                 "The engines hold different weights after one swap.",

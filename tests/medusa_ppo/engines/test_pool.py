@@ -494,6 +494,18 @@ def test_engines_that_disagree_are_found(make_pool: Any, tmp_path: Path) -> None
         pool.checksums()
 
 
+def test_engines_that_disagree_get_the_file_again(make_pool: Any, tmp_path: Path) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    first = factory.of(0)[0]
+    take = first._take
+    first._take = lambda what, path, version: SwapReceipt(version, "other", 0.0)
+    with pytest.raises(SwapError, match="different weights"):
+        pool.swap_heads(file := state_file(tmp_path, 1.0), 1)
+    first._take = take
+    pool.generate(PROMPTS, SAMPLING)
+    assert {engine.sums["heads"] for engine in factory.started} == {checksum(load_state(file))}
+
+
 def test_settings_reach_all(make_pool: Any) -> None:
     pool, factory = make_pool(0.0, 0.0)
     pool.configure(num_drafts=2)
