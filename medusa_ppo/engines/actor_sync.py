@@ -18,7 +18,7 @@ import ray
 import torch
 from transformers import PreTrainedModel
 
-from heads.errors import RunError, SwapError
+from heads.errors import MedusaError, SwapError
 from heads.tensorfile import write_summed
 from medusa_ppo.actors.actor_view import SpreadActor
 from medusa_ppo.actors.hf import DTYPES, Actor, embedding_weight, lm_head_weight
@@ -56,8 +56,8 @@ class BroadcastPool(EnginePool):
         super().__init__(*args, **kwargs)
 
     def stream_actor(self, stream: ActorStream, version: int) -> SwapReceipt:
-        """Send an actor to all engines. It must not change before the next call: late engines get
-        it from `stream.write`.
+        """Send an actor to all engines. Late engines get it from `stream.write`; if it has changed
+        by then, they get no pieces before the next call.
 
         Raises:
             SwapError: no engine has it.
@@ -94,6 +94,11 @@ class BroadcastPool(EnginePool):
         self.policy_version = version
         # The pool's file is now outdated; a new one is written when an engine asks for it.
         self._forget("actor")
+        self._none_is_behind("actor")
+        if stream.changes and len(took) == 1:
+            # Nobody could answer in its place if it was lost while the loop changes the actor, and
+            # the next sync comes after its answers.
+            self._write()
         return SwapReceipt(version, checksum, time.perf_counter() - started)
 
     def sync_actor(
@@ -108,34 +113,45 @@ class BroadcastPool(EnginePool):
         self._part()
         super().close()
 
-    def _catch_up(self, seat: Seat) -> None:
-        with self._writing:
-            if (
-                self._stream is not None
-                and "actor" not in self._kept
-                and seat.versions.get("actor") != self.policy_version
-            ):
-                self._write(self._stream)
-        super()._catch_up(seat)
+    def _catch_up(self, seat: Seat) -> bool:
+        # Engines that have the actor don't wait for the file.
+        if self._sent and seat.versions.get("actor") != self.policy_version:
+            with self._writing:
+                if "actor" not in self._kept and not self._write():
+                    return False
+        return super()._catch_up(seat)
 
-    def _write(self, stream: ActorStream) -> None:
-        """Write the actor that was sent last to the file that a pool keeps. Raises RunError if it
-        has changed since.
+    def _write(self) -> bool:
+        """Write the actor that was sent last to the file that a pool keeps; returns whether that
+        worked. It is tried once: the loop may have stepped the actor since it was sent, and an
+        engine with those weights would be one version ahead.
         """
+        stream = self._stream
+        self._stream = None
+        if stream is None:
+            return False
         file = self._new_file(f"actor-{self.policy_version}")
-        written = stream.write(file, None)
-        # The loop may have stepped the actor since; an engine with those weights would be one
-        # version ahead.
+        try:
+            written = stream.write(file, None)
+        # No room on the disk or the device, or ranks of the actor that are lost: the loop will say
+        # so where it needs them.
+        except (OSError, RuntimeError, MedusaError) as error:
+            return self._unwritten(file, str(error))
         if written != self._sent:
-            given = f"{written[:16]} instead of {self._sent[:16]}"
-            raise RunError(
-                "The actor has changed since it was sent.",
-                given=given,
-                expected="the same until the next sync",
-                do="Sync it.",
-            )
+            return self._unwritten(file, "It has changed since.")
         # A new mapping, since others may be iterating over the old one.
         self._kept = self._kept | {"actor": (file, self.policy_version, Checked(written))}
+        return True
+
+    def _unwritten(self, file: Path, why: str) -> bool:
+        file.unlink(missing_ok=True)
+        logger.warning(
+            "There is no file with actor %d, which was sent to the engines. One that is restarted"
+            " before the next sync gets no prompts until then. %s",
+            self.policy_version,
+            why,
+        )
+        return False
 
     def _check(self, header: dict[str, Any]) -> tuple[list[Seat], list[list[str]]]:
         """The engines that can take it, and the devices of their ranks' weights. Raises SwapError
@@ -243,16 +259,25 @@ class ActorSync:
             own seconds are in its receipt.
     """
 
-    def __init__(self, engine: Any, dtype: str = "auto", bucket_bytes: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self,
+        engine: Any,
+        dtype: str = "auto",
+        bucket_bytes: int = BUCKET_BYTES,
+        *,
+        ahead: bool = False,
+    ) -> None:
         """
         Args:
             engine: where the weights go: a RolloutEngine, or its replacement (DraftingEngine).
             dtype: dtype of the engine's copy; weights are written or sent in it (`auto`: the
                 actor's own).
             bucket_bytes: bytes that a broadcast sends at a time.
+            ahead: the engine writes while the loop updates the actor (ppo.staleness).
         """
         self._engine = engine
         self._bucket_bytes = bucket_bytes
+        self._ahead = ahead
         self._dtype = DTYPES.get(dtype)
         self.nbytes = 0
         self.collect_s = 0.0
@@ -283,9 +308,12 @@ class ActorSync:
                 wake()
                 wake = None
             try:
-                return self._engine.stream_actor(
-                    replace(stream, tensors=lambda: self._timed(stream.tensors())), version
+                timed = replace(
+                    stream,
+                    tensors=lambda: self._timed(stream.tensors()),
+                    changes=self._ahead,
                 )
+                return self._engine.stream_actor(timed, version)
             except SwapError as error:
                 logger.warning(
                     "Sending actor %d to the engines as a file instead. %s", version, error

@@ -31,7 +31,13 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines import rollout_engine as base
-from medusa_ppo.engines.launch import HOST, plan_launch, process_environment, server_arguments
+from medusa_ppo.engines.launch import (
+    HOST,
+    PARENT,
+    plan_launch,
+    process_environment,
+    server_arguments,
+)
 from medusa_ppo.engines.pieces import Finished, request_seed
 from medusa_ppo.engines.rollout_engine import Found
 from medusa_ppo.runtime.control_guard import LOOPBACK, TOKEN, token_header
@@ -306,6 +312,7 @@ class ServerEngine(base.WorkerEngine):
             | self.plan.environment
         )
         env |= {"VLLM_SERVER_DEV_MODE": "1", TOKEN: token, "VLLM_API_KEY": token}
+        env[PARENT] = str(os.getpid())
         if self._devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._devices)
         # The server keeps its API in one process and the model in another; the setting for

@@ -74,6 +74,8 @@ and it runs what it finds there.
 SERVER_MODULE = "vllm.entrypoints.openai.api_server"
 OPENMP = re.compile(r"lib(g|i)?omp[^/]*$")
 PR_SET_PDEATHSIG = 1
+PARENT = "MEDUSA_PPO_PARENT"
+"""Variable with the id of the process that starts a server, as that process sees itself."""
 SET_BY_THE_ENGINE = {
     "worker_extension_cls": "it carries the swap methods",
     "logprobs_mode": "rollouts must report the distribution that was sampled from",
@@ -687,12 +689,22 @@ def end_with_parent() -> None:
     Does nothing elsewhere. Linux means the parent's thread, so the engine must be made in a thread
     that lives as long as the engine is used.
     """
+    # Taken out: it is not the parent of processes that the server starts.
+    expected = os.environ.pop(PARENT, "")
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() == 1:
-        # The parent died before the request was made.
-        sys.exit(1)
+    # If the parent died before the request was made, somebody else is the parent now: process 1 or
+    # a subreaper. Process 1 by itself says nothing: in a container it may be the run.
+    parent = str(os.getppid())
+    if expected and parent != expected:
+        sys.exit(
+            "The server ends, because the run that started it is gone.\n"
+            f"  given:    process {parent} as its parent\n"
+            f"  expected: process {expected} ({PARENT})\n"
+            "  do this:  Start the run again; between the run and the server no other process may"
+            " stand."
+        )
 
 
 if __name__ == "__main__":

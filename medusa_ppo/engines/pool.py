@@ -7,7 +7,7 @@ and lost ones are restarted.
                   one, for engines that come late
     memory        what one engine has written goes to all others, and to restarted ones
     lost engine   its pieces go to the others; it is restarted in the background, catches up, and
-                  takes pieces again
+                  takes pieces again. A server at an address is looked for until it is back
 
 An engine answers only with the pool's versions: one that missed a swap or sync gets it before its
 next piece. A pool of one restarts its engine when it is lost; the engine samples as it would alone.
@@ -19,6 +19,7 @@ import functools
 import logging
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -51,6 +52,7 @@ Factory = Callable[[int], base.RolloutEngine]
 Call = Callable[[base.RolloutEngine], Any]
 Ask = Callable[[base.RolloutEngine, Piece, base.Prompts, Sampling], Rollouts]
 MAX_RESTARTS = 3  # Per engine, between two answers.
+LOOK_EVERY_S = 10.0  # For a server that somebody else restarts.
 METHODS = {"heads": "swap_heads", "actor": "sync_actor"}
 NAMES = {"heads": "new heads", "actor": "the actor's weights"}
 
@@ -59,15 +61,25 @@ NAMES = {"heads": "new heads", "actor": "the actor's weights"}
 class Seat:
     """One engine's place in the pool. `engine` is None while it restarts, and for good after too
     many restarts in a row.
+
+    Attributes:
+        restarts: since its last answer.
+        away_since: when it was first lost since its last answer, by the monotonic clock; None: it
+            was not.
+        why: why it was lost, or did not start; empty: it was neither.
     """
 
     index: int
     engine: base.RolloutEngine | None
     restarts: int = 0
     starting: Future[base.RolloutEngine] | None = None
+    away_since: float | None = None
+    why: str = ""
     settings: Drafting = field(default_factory=Drafting)
     versions: dict[str, int] = field(default_factory=dict)
     remembers: bool = True
+    behind: bool = False
+    """Nobody can give it the pool's actor before the next sync; until then it gets no pieces."""
     share: EngineShare = field(default_factory=EngineShare)
     speed: float | None = None
     """Tokens per second in the calls so far, weighting newer ones more; None: it has answered
@@ -95,7 +107,8 @@ class Load:
         return tuple(index for piece in self.pieces for index in piece)
 
 
-Running = dict[Future[Rollouts], tuple[Seat, Load]]
+Running = dict[Future[Rollouts | None], tuple[Seat, Load]]
+"""Calls; one that returns None was made to an engine that is `behind`."""
 
 
 class EnginePool(base.RolloutEngine):
@@ -113,6 +126,7 @@ class EnginePool(base.RolloutEngine):
         count: int,
         *,
         on_close: Callable[[], None] = lambda: None,
+        back_within_s: float = 0.0,
     ) -> None:
         """Start `count` engines, all at once. If one fails, ends the others and raises its error.
 
@@ -120,9 +134,13 @@ class EnginePool(base.RolloutEngine):
             factory: starts the engine with a given index; called again for a lost one.
             count: number of engines.
             on_close: called when all engines are closed.
+            back_within_s: the engines are servers that somebody else restarts, and the factory
+                finds one only when it is back: for so many seconds the pool waits if it has no
+                other engine. 0: the factory starts them.
         """
         self._factory = factory
         self._on_close = on_close
+        self._back_within_s = back_within_s
         # One call per engine, plus the restart of a lost one.
         self._threads = ThreadPoolExecutor(2 * count, thread_name_prefix="medusa-ppo-pool")
         self._kept: dict[str, tuple[Path, int, Checked]] = {}
@@ -130,7 +148,7 @@ class EnginePool(base.RolloutEngine):
         self._settings = Drafting()
         self.memory = SharedMemory(0)
         self.restarts = 0
-        self._closing = False
+        self._closing = threading.Event()
         starts = [self._threads.submit(factory, index) for index in range(count)]
         # Wait for all of them, even if one has failed: those that came up must be closed.
         wait(starts)
@@ -215,7 +233,7 @@ class EnginePool(base.RolloutEngine):
                 starting = [
                     seat.starting for seat in self._seats if seat.starting is not None and waiting
                 ]
-                if not running and not starting:
+                if not running and (not starting or self._overdue()):
                     raise self._none_left()
                 awaited: list[Future[Any]] = [*running, *starting]
                 wait(awaited, return_when=FIRST_COMPLETED)
@@ -225,12 +243,17 @@ class EnginePool(base.RolloutEngine):
                     if error is not None:
                         self._lost(seat, error)
                         waiting[:0] = self._left_by_a_lost_one(load, sampling)
+                    elif (answer := job.result()) is None:
+                        seat.behind = True
+                        waiting[:0] = self._left_by_a_lost_one(load, sampling)
                     else:
-                        answers.append((load.prompts, job.result()))
-                        self.memory.hear(seat.engine, job.result(), self.policy_version)
-                        seat.share = seat.share.plus(job.result())
+                        answers.append((load.prompts, answer))
+                        self.memory.hear(seat.engine, answer, self.policy_version)
+                        seat.share = seat.share.plus(answer)
                         # It answers again; MAX_RESTARTS is for engines that never do.
                         seat.restarts = 0
+                        seat.away_since = None
+                        seat.why = ""
         except Exception:
             # An error leaves no engine busy; close() ends one that an interrupt left busy.
             wait(running)
@@ -244,7 +267,7 @@ class EnginePool(base.RolloutEngine):
         and however fast they are, because responses depend on them.
         """
         pieces = cut(prompts, sampling, len(self._seats))
-        seats = (self._ready() if sampling.seed is None else None) or self._seats
+        seats = (self._able() if sampling.seed is None else None) or self._seats
         known = [seat.speed for seat in seats if seat.speed is not None]
         speeds = known if len(known) == len(seats) and sampling.seed is None else [1.0] * len(seats)
         dealt = deal(pieces, prompts, sampling, speeds)
@@ -282,11 +305,12 @@ class EnginePool(base.RolloutEngine):
         """
         self._revive()
         busy = {seat.index for seat, _ in running.values()}
-        for seat in sorted(self._ready(), key=lambda seat: seat.share.tokens):
+        able = self._able()
+        for seat in sorted(able, key=lambda seat: seat.share.tokens):
             if seat.index in busy:
                 continue
             own = [load for load in waiting if load.seat is seat]
-            free = [load for load in waiting if load.seat is None or load.seat.engine is None]
+            free = [load for load in waiting if load.seat not in able]
             load = next(iter(own + free), None)
             if load is None:
                 continue
@@ -321,13 +345,16 @@ class EnginePool(base.RolloutEngine):
 
     def configure(self, **settings: Unpack[Drafting]) -> None:
         count = self._possible(settings)
-        self._settings |= settings
+        before = self._settings
+        self._settings = before | settings
         if settings.get("memory_bytes", self.memory.most_bytes) != self.memory.most_bytes:
             # Replaced only if the size changes: setting the same size must not forget anything.
             self.memory = SharedMemory(settings["memory_bytes"])
         self._everywhere(lambda engine: engine.configure(**settings))
         for seat in self._ready():
-            seat.settings = self._settings.copy()
+            # One that was restarted lacks earlier settings too: it gets all before its next piece.
+            if seat.settings == before:
+                seat.settings = self._settings.copy()
         self.num_drafts = count
 
     def checksums(self) -> dict[str, str]:
@@ -360,11 +387,9 @@ class EnginePool(base.RolloutEngine):
         return {**reports[0], "engines": reports}
 
     def remember(self, rows: Sequence[Row]) -> int:
-        return max(
-            held
-            for _, held in self._everywhere(lambda engine: engine.remember(rows))
-            if isinstance(held, int)
-        )
+        answers = self._everywhere(lambda engine: engine.remember(rows))
+        # None, if all of them were lost: they hear it when they are back.
+        return max((held for _, held in answers if isinstance(held, int)), default=0)
 
     def _spread_news(self) -> None:
         """Send what each engine has written in this call to all others."""
@@ -399,7 +424,7 @@ class EnginePool(base.RolloutEngine):
 
     def close(self) -> None:
         # A call in another thread loses its engine now, and no replacement is started.
-        self._closing = True
+        self._closing.set()
         # Wait for engines that are starting: they would outlive the run.
         for seat in self._seats:
             if seat.starting is not None:
@@ -418,17 +443,20 @@ class EnginePool(base.RolloutEngine):
 
     def _ask(
         self, seat: Seat, piece: Piece, prompts: base.Prompts, sampling: Sampling, ask: Ask
-    ) -> Rollouts:
+    ) -> Rollouts | None:
         assert seat.engine is not None
-        self._catch_up(seat)
-        return ask(seat.engine, piece, prompts, sampling)
+        return ask(seat.engine, piece, prompts, sampling) if self._catch_up(seat) else None
 
-    def _catch_up(self, seat: Seat) -> None:
-        """Bring an engine up to the pool's versions and settings."""
+    def _catch_up(self, seat: Seat) -> bool:
+        """Bring an engine up to the pool's versions and settings; returns whether that is possible
+        before the next sync.
+        """
         engine = seat.engine
         assert engine is not None
         for what, (path, version, checked) in self._kept.items():
-            if seat.versions.get(what) != version:
+            # A server that was restarted between two calls says itself that its heads are gone.
+            gone = what == "heads" and engine.heads_version < 0
+            if gone or seat.versions.get(what) != version:
                 getattr(engine, METHODS[what])(path, version, checked)
                 seat.versions[what] = version
         if seat.settings != self._settings:
@@ -437,6 +465,7 @@ class EnginePool(base.RolloutEngine):
         if not seat.remembers:
             engine.remember(self.memory.rows(self.policy_version))
             seat.remembers = True
+        return True
 
     def _joined(
         self,
@@ -506,10 +535,11 @@ class EnginePool(base.RolloutEngine):
             raise next(error for _, error in answers if isinstance(error, SwapError))
         self._forget(what)
         self._kept[what] = (file, version, found)
-        for seat, receipt in receipts:
-            if receipt.checksum == receipts[0][1].checksum:
-                seat.versions[what] = version
+        self._none_is_behind(what)
         sums = {receipt.checksum for _, receipt in receipts}
+        for seat, _ in receipts:
+            # Which of them differs from the file, nobody knows: all get it again.
+            seat.versions[what] = version if len(sums) == 1 else -1
         if len(sums) > 1:
             raise SwapError(
                 "The engines hold different weights after one swap.",
@@ -540,6 +570,11 @@ class EnginePool(base.RolloutEngine):
         if what in self._kept:
             self._kept.pop(what)[0].unlink(missing_ok=True)
 
+    def _none_is_behind(self, what: str) -> None:
+        """Engines that have not got this version can get it before their next piece."""
+        for seat in self._seats:
+            seat.behind = seat.behind and what != "actor"
+
     def _everywhere(self, call: Call) -> list[tuple[Seat, Any]]:
         """Call all engines at once; returns the answer or error of each. Lost engines are
         restarted; an invalid request is raised.
@@ -553,7 +588,7 @@ class EnginePool(base.RolloutEngine):
         self._revive()
         while not self._ready():
             starting = [seat.starting for seat in self._seats if seat.starting is not None]
-            if not starting:
+            if not starting or self._overdue():
                 raise self._none_left()
             wait(starting, return_when=FIRST_COMPLETED)
             self._revive()
@@ -561,7 +596,9 @@ class EnginePool(base.RolloutEngine):
 
     def _all_seated(self) -> list[Seat]:
         """As `_seated`, when no engine is starting any more."""
-        while starting := [seat.starting for seat in self._seats if seat.starting is not None]:
+        while (
+            starting := [seat.starting for seat in self._seats if seat.starting is not None]
+        ) and not self._overdue():
             wait(starting)
             self._revive()
         return self._seated()
@@ -607,23 +644,42 @@ class EnginePool(base.RolloutEngine):
     def _lost(self, seat: Seat, error: BaseException) -> None:
         """Restart a lost engine in the background. Errors that aren't the engine's are raised."""
         # An invalid request would be invalid for the next engine too.
-        if not isinstance(error, EngineError) or self._closing:
+        if not isinstance(error, EngineError) or self._closing.is_set():
             raise error
-        logger.warning("Engine %d is lost. %s", seat.index, error)
+        self._note_why(seat, error)
         engine = seat.engine
         seat.engine = None
+        seat.away_since = seat.away_since or time.monotonic()
         if seat.restarts < MAX_RESTARTS:
+            # One that answers nothing between two losses gets time to come to itself.
+            pause_s = LOOK_EVERY_S if self._back_within_s and seat.restarts else 0.0
             seat.restarts += 1
             self.restarts += 1
-            seat.starting = self._threads.submit(self._start_again, seat.index, engine)
+            seat.starting = self._threads.submit(self._start_again, seat.index, engine, pause_s)
         # Closed in the background, because it may hang.
         elif engine is not None:
             self._threads.submit(engine.close)
 
-    def _start_again(self, index: int, old: base.RolloutEngine | None) -> base.RolloutEngine:
+    @staticmethod
+    def _note_why(seat: Seat, error: BaseException) -> None:
+        """Log a loss, and why a start failed; of starts that fail alike only the first."""
+        if seat.engine is not None or str(error) != seat.why:
+            logger.warning("Engine %d is lost. %s", seat.index, error)
+        seat.why = str(error)
+
+    def _start_again(
+        self, index: int, old: base.RolloutEngine | None, pause_s: float = 0.0
+    ) -> base.RolloutEngine:
         if old is not None:
             # The old one is closed first, because the new one needs its memory.
             old.close()
+        if self._closing.wait(pause_s):
+            raise EngineError(
+                "The pool is closed.",
+                given=f"engine {index}, which was lost",
+                expected="a pool that is in use",
+                do="Start a new one.",
+            )
         return self._factory(index)
 
     def _revive(self) -> None:
@@ -634,26 +690,69 @@ class EnginePool(base.RolloutEngine):
             error = seat.starting.exception()
             start = seat.starting
             seat.starting = None
-            if error is not None:
-                self._lost(seat, error)
+            if error is not None and self._back_within_s and not self._closing.is_set():
+                # Not a restart: its server is not back yet.
+                self._note_why(seat, error)
+                seat.starting = self._threads.submit(
+                    self._start_again, seat.index, None, LOOK_EVERY_S
+                )
+            elif error is not None:
+                self._lost(seat, _not_started(error))
             else:
                 seat.engine = start.result()
                 seat.versions = {}
                 seat.settings = Drafting()
+                seat.behind = False
                 # With nothing remembered there is nothing to catch up on.
                 seat.remembers = not self.memory.most_bytes
 
+    def _overdue(self) -> bool:
+        """Whether all engines that the pool waits for have been away for too long."""
+        now = time.monotonic()
+        return self._back_within_s > 0 and not any(
+            seat.starting is not None and now - (seat.away_since or now) < self._back_within_s
+            for seat in self._seats
+        )
+
     def _ready(self) -> list[Seat]:
         return [seat for seat in self._seats if seat.engine is not None]
+
+    def _able(self) -> list[Seat]:
+        """The seats whose engines can answer with the pool's versions."""
+        return [seat for seat in self._ready() if not seat.behind]
 
     def _engines(self) -> list[base.RolloutEngine]:
         return [seat.engine for seat in self._seats if seat.engine is not None]
 
     def _none_left(self) -> EngineError:
-        given = f"{self.restarts} restarts"
+        behind = sum(seat.behind for seat in self._ready())
+        if behind:
+            return EngineError(
+                "No engine is left that has the actor.",
+                given=f"{behind} restarted since it was broadcast; it may have changed since then",
+                expected=f"one engine with version {self.policy_version}",
+                do="Continue from a checkpoint. engine.transfer=file keeps a file for them.",
+            )
+        reasons = dict.fromkeys(seat.why for seat in self._seats if seat.why)
+        given = f"{self.restarts} restarts; the last errors:\n" + "\n".join(reasons)
         return EngineError(
             "No engine of the pool is left.",
             given=given,
-            expected="at least one engine",
+            expected="at least one engine"
+            + (f", or one back within {self._back_within_s:.0f} s" if self._back_within_s else ""),
             do="Read the engines' logs.",
         )
+
+
+def _not_started(error: BaseException) -> BaseException:
+    """A failed restart as the engine's error, whatever its kind: it started with the same settings
+    before, and other engines go on.
+    """
+    if isinstance(error, EngineError) or not isinstance(error, Exception):
+        return error
+    return EngineError(
+        "An engine could not be started again.",
+        given=f"{type(error).__name__}: {error}",
+        expected="a start like its first one",
+        do="Read the message, and check memory and disk.",
+    )

@@ -452,6 +452,7 @@ def make_engine(
         start,
         config.replicas,
         on_close=lambda: release(group),
+        back_within_s=START_TIMEOUT_S if config.addresses else 0.0,
     )
     engines.memory = SharedMemory(config.memory_bytes or 0 if heads_path else 0)
     return engines

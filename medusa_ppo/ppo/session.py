@@ -149,7 +149,10 @@ class RunSession:
         with learner.turns.aside(ACTOR):
             engine, plugin = self._start_engine(actor_path, heads_path, learner, resume)
             learner.turns.engine_started(self._engine_bytes(actor_path, actor))
-        sync = self._stack.enter_context(ActorSync(engine, config.engine.dtype or "auto"))
+        ahead = config.ppo.steps_ahead > 0
+        sync = self._stack.enter_context(
+            ActorSync(engine, config.engine.dtype or "auto", ahead=ahead)
+        )
         # A server that was running before may hold the actor of whoever used it last.
         if position.policy_version or config.engine.addresses:
             level = config.engine.sleep_level if learner.turns.read_on_device else None

@@ -55,12 +55,14 @@ class ActorStream:
         write: writes them to a file, for engines that start late, over another one if there is
             one (`heads.tensorfile.write_summed`); returns the `checksum` that it must have.
         bucket_bytes: bytes sent at a time, but at least one tensor.
+        changes: the weights may change while engines write, and `write` then comes too late.
     """
 
     entries: Entries
     tensors: Callable[[], Iterable[tuple[str, Tensor]]]
     write: Callable[[Path, Path | None], str]
     bucket_bytes: int
+    changes: bool = False
 
     def header(self) -> Header:
         """The entries in a form that JSON can hold."""

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from heads.checkpoint import load_state, save_state
-from heads.errors import CheckpointError, EngineError, RunError, SwapError
+from heads.errors import CheckpointError, EngineError, SwapError
 from heads.tensorfile import checksum, write_summed
 from medusa_ppo.actors.actor_view import SpreadActor
 from medusa_ppo.config.engine_section import EngineConfig
@@ -53,7 +53,7 @@ class ReceivingEngine(RolloutEngine):
         self.index = index
         self.state = dict[str, torch.Tensor]()
         self.actor = ""
-        self.joined = 0
+        self.joined = self.asked = 0
         self.refuses = False
         self.closed = threading.Event()
         self.before_receiving: Callable[[], None] = lambda: None
@@ -84,6 +84,7 @@ class ReceivingEngine(RolloutEngine):
         return SwapReceipt(version, self.actor, 0.0)
 
     def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
+        self.asked += len(prompts)
         answers = tuple(
             Response(i, tuple(p), (-1.0,) * len(p), "stop") for i, p in enumerate(prompts)
         )
@@ -185,15 +186,114 @@ def test_an_engine_that_comes_late_gets_a_file_and_then_joins(make_pool: Any) ->
     )
 
 
-def test_an_actor_that_changed_since_is_no_file_for_late_engines(make_pool: Any) -> None:
-    pool, _ = make_pool(1)
+MANY = [[index + 1] for index in range(40)]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("by_file", [False, True])
+def test_an_engine_whose_actor_has_changed_waits_for_the_next_sync(
+    make_pool: Any, tmp_path: Path, seed: int | None, by_file: bool
+) -> None:
+    """As with ppo.staleness: the engines write while the loop updates the actor."""
+    pool, engines = make_pool(2)
     state = state_of(1.0)
     pool.stream_actor(stream_of(state), 1)
     state["a"] += 1.0
-    pool._lost(pool._seats[0], EngineError("The engine's process died."))
+    pool._lost(pool._seats[1], EngineError("The engine's process died."))
+    late = engines_of(pool)[1]
+    sampling = Sampling(seed=seed)
+    for _ in range(2):
+        rollouts = pool.generate(MANY, sampling)
+        assert [response.token_ids for response in rollouts.responses] == list(map(tuple, MANY))
+        assert (rollouts.policy_version, engines[0].policy_version, late.asked) == (1, 1, 0)
+    assert late.policy_version == 0 and pool.restarts == 1
+    assert not list(pool._folder.path.glob("*.safetensors")), "what it may not have is not kept"
+
+    if by_file:
+        save_state(tmp_path / "actor", state)
+        pool.sync_actor(tmp_path / "actor", 2)
+    else:
+        pool.stream_actor(stream_of(state), 2)
+    pool.generate(MANY, sampling)
+    assert late.asked > 0 and {engines[0].policy_version, late.policy_version} == {2}
+    assert pool.checksums()["actor"] == checksum(state)
+
+
+def test_an_engine_that_was_away_at_the_next_sync_gets_that_actor(make_pool: Any) -> None:
+    pool, _ = make_pool(2)
+    state = state_of(1.0)
+    pool.stream_actor(stream_of(state), 1)
+    state["a"] += 1.0
+    for seat in pool._seats:
+        pool._lost(seat, EngineError("The engine's process died."))
     engines_of(pool)
-    with pytest.raises(RunError, match="has changed since"):
-        pool.generate(PROMPTS, GREEDY)
+    with pytest.raises(EngineError, match="No engine is left that has the actor") as caught:
+        pool.generate(MANY, GREEDY)
+    assert "2 restarted" in str(caught.value) and pool.restarts == 2, "no further ones are started"
+    pool.stream_actor(stream_of(state), 2)
+    assert pool.generate(MANY, GREEDY).policy_version == 2
+
+
+def test_a_single_engine_has_a_file_where_the_loop_updates_while_it_writes(make_pool: Any) -> None:
+    for changes in (True, False):
+        pool, _ = make_pool(1)
+        state = state_of(1.0)
+        pool.stream_actor(dataclasses.replace(stream_of(state), changes=changes), 1)
+        sent = checksum(state)
+        state["a"] += 1.0
+        pool._lost(pool._seats[0], EngineError("The engine's process died."))
+        (late,) = engines_of(pool)
+        if changes:
+            assert pool.generate(PROMPTS, GREEDY).policy_version == 1 and late.actor == sent
+            pool.stream_actor(dataclasses.replace(stream_of(state), changes=True), 2)
+            assert len(list(pool._folder.path.glob("*.safetensors"))) == 1
+        else:
+            with pytest.raises(EngineError, match="may have changed since"):
+                pool.generate(PROMPTS, GREEDY)
+
+
+def test_a_loop_that_lets_engines_write_ahead_says_so(make_pool: Any) -> None:
+    model = tiny_llama()
+    for ahead in (True, False):
+        pool, _ = make_pool(1)
+        with ActorSync(pool, ahead=ahead) as sync:
+            sync(model, 1)
+        assert (pool._folder is not None) == ahead
+
+
+def test_an_actor_that_can_not_be_written_is_no_end_while_others_have_it(
+    make_pool: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, engines = make_pool(2)
+
+    def full(path: Path, over: Path | None) -> str:
+        path.write_text("half")
+        raise OSError(28, "No space left on device")
+
+    pool.stream_actor(dataclasses.replace(stream_of(state_of(1.0)), write=full), 1)
+    pool._lost(pool._seats[1], EngineError("The engine's process died."))
+    late = engines_of(pool)[1]
+    assert len(pool.generate(MANY, GREEDY).responses) == 40 and late.asked == 0
+    assert "No space left" in caplog.text and engines[0].asked == 40
+    assert not list(pool._folder.path.glob("*.safetensors"))
+
+
+def test_engines_that_have_the_actor_do_not_wait_for_a_late_ones_file(make_pool: Any) -> None:
+    pool, engines = make_pool(2)
+    stream = stream_of(state_of(1.0))
+
+    def after_the_others_answer(path: Path, over: Path | None) -> str:
+        deadline = time.monotonic() + 10
+        while not engines[0].asked and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert engines[0].asked, "it waits too"
+        return stream.write(path, over)
+
+    pool.stream_actor(dataclasses.replace(stream, write=after_the_others_answer), 1)
+    pool._lost(pool._seats[1], EngineError("The engine's process died."))
+    late = engines_of(pool)[1]
+    pool.generate(MANY, GREEDY)
+    assert late.asked and late.policy_version == 1
 
 
 def test_one_engine_that_refuses_leaves_all_as_they_are(make_pool: Any) -> None:

@@ -194,6 +194,21 @@ def test_each_server_sees_its_own_gpus_and_not_the_loops(
     assert len(started) == 1
 
 
+def test_a_server_that_is_started_learns_who_starts_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    sizes = {"model_type": "llama", "hidden_size": 8, "vocab_size": 16, "eos_token_id": 3}
+    (model / "config.json").write_text(json.dumps(sizes))
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "told $MEDUSA_PPO_PARENT, is below $PPID."; exit 1\n')
+    python.chmod(0o700)
+    monkeypatch.setattr(http_server.sys, "executable", str(python))
+    with pytest.raises(EngineError, match=f"told {os.getpid()}, is below {os.getpid()}\\."):
+        ServerEngine(model, None, EngineConfig(backend="server", max_model_len=64, dtype="float32"))
+
+
 def test_the_first_exception_of_a_log_is_shown_above_its_end() -> None:
     core = (
         "(EngineCore pid=7) ERROR [core.py:1165] ValueError: To serve at least one request, 2.0 GiB"

@@ -496,3 +496,42 @@ def test_the_server_ends_when_its_parent_is_killed() -> None:
         if not gone(pid):
             os.kill(pid, signal.SIGKILL)
         parent.stdout.close()
+
+
+def started_server(parent: int | None, asked: str = "") -> subprocess.CompletedProcess[str]:
+    """What a server does whose environment names this process as its parent; None: it names none.
+
+    Args:
+        asked: what it believes to be its parent's id; empty: it asks the system.
+    """
+    environment = {name: value for name, value in os.environ.items() if name != launch.PARENT}
+    if parent is not None:
+        environment[launch.PARENT] = str(parent)
+    code = (
+        f"import os\n{asked and f'os.getppid = lambda: {asked}'}\n"
+        "from medusa_ppo.engines.launch import PARENT, end_with_parent\n"
+        "end_with_parent()\nprint('ready', os.environ.get(PARENT))"
+    )
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
+def test_a_server_starts_only_below_the_process_that_started_it() -> None:
+    for parent in (os.getpid(), None):
+        found = started_server(parent)
+        assert (found.returncode, found.stdout) == (0, "ready None\n"), found.stderr
+    orphan = started_server(os.getpid() + 1)
+    assert orphan.returncode == 1 and not orphan.stdout
+    assert "the run that started it is gone" in orphan.stderr
+    assert f"given:    process {os.getpid()} " in orphan.stderr
+    assert f"expected: process {os.getpid() + 1} " in orphan.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="Linux only")
+def test_a_server_starts_where_the_run_is_process_1() -> None:
+    """As in a container whose command is the run. Tests are never process 1: the server is told so
+    in the system's place.
+    """
+    found = started_server(1, asked="1")
+    assert (found.returncode, found.stdout) == (0, "ready None\n"), found.stderr

@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +27,7 @@ from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.drafting.choice import merge_choices
 from medusa_ppo.drafting.memory import OVERHEAD, prompt_key
+from medusa_ppo.engines import pool as pool_module
 from medusa_ppo.engines import ray_engine
 from medusa_ppo.engines.pieces import (
     UNFINISHED,
@@ -144,12 +145,16 @@ class Factory:
         self.paces_s = paces_s
         self.started = list[EchoEngine]()
         self.fails: set[int] = set()
+        self.failing = dict[int, int]()  # How many starts of an engine still fail.
+        self.tries = 0
         self.gate: threading.Event | None = None
 
     def __call__(self, index: int) -> EchoEngine:
         if self.gate is not None:
             self.gate.wait(10)
-        if index in self.fails:
+        self.tries += 1
+        self.failing[index] = self.failing.get(index, 0) - 1
+        if index in self.fails or self.failing[index] >= 0:
             raise EngineError(f"Engine {index} does not start.")
         self.started.append(EchoEngine(index, self.paces_s[index]))
         return self.started[-1]
@@ -489,6 +494,18 @@ def test_engines_that_disagree_are_found(make_pool: Any, tmp_path: Path) -> None
         pool.checksums()
 
 
+def test_engines_that_disagree_get_the_file_again(make_pool: Any, tmp_path: Path) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    first = factory.of(0)[0]
+    take = first._take
+    first._take = lambda what, path, version: SwapReceipt(version, "other", 0.0)
+    with pytest.raises(SwapError, match="different weights"):
+        pool.swap_heads(file := state_file(tmp_path, 1.0), 1)
+    first._take = take
+    pool.generate(PROMPTS, SAMPLING)
+    assert {engine.sums["heads"] for engine in factory.started} == {checksum(load_state(file))}
+
+
 def test_settings_reach_all(make_pool: Any) -> None:
     pool, factory = make_pool(0.0, 0.0)
     pool.configure(num_drafts=2)
@@ -586,6 +603,177 @@ def test_restarts_are_counted_between_answers(make_pool: Any) -> None:
         engine.dies_at_call = len(engine.calls) + 1
         assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
     assert pool.restarts == MAX_RESTARTS + 2
+
+
+def test_a_restarted_engine_gets_the_settings_of_before_and_the_newest_ones(make_pool: Any) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    pool.configure(sampled=True, draft_temperature=0.7)
+    pool._lost(pool._seats[1], EngineError("The engine's process died."))
+    wait([pool._seats[1].starting])
+    pool.configure(num_drafts=2)
+    pool.generate(PROMPTS, SAMPLING)
+    for engine in (factory.of(0)[0], factory.of(1)[1]):
+        assert engine.calls and engine.num_drafts == 2
+        assert engine.drafting == {"sampled": True, "draft_temperature": 0.7}
+
+
+def test_a_single_engine_that_dies_over_what_it_is_told_hears_it_again(make_pool: Any) -> None:
+    """As a resumed run does: the pool has the rows first, then its engines."""
+    pool, factory = make_pool(0.0)
+    pool.memory = SharedMemory(1 << 20)
+    rows = [(prompt_key([5]).hex(), 0, 1, [6, 7])]
+    pool.memory.take(rows)
+
+    def die(rows: Any) -> int:
+        raise EngineError("The engine's process died.")
+
+    factory.of(0)[0].remember = die  # type: ignore[method-assign]
+    assert pool.remember(pool.memory.rows(0)) == 0
+    pool.generate(PROMPTS, SAMPLING)
+    assert [tuple(tokens) for *_, tokens in factory.of(0)[1].told] == [(6, 7)]
+
+
+def test_a_restart_that_fails_for_any_reason_is_not_the_others_end(make_pool: Any) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    start = factory.__call__
+
+    def full(index: int) -> EchoEngine:
+        raise OSError(28, "No space left on device")
+
+    pool._factory = full
+    factory.of(1)[0].dies_at_call = 1
+    for _ in range(MAX_RESTARTS + 1):
+        assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
+        if pool._seats[1].starting is not None:
+            wait([pool._seats[1].starting])
+    assert pool.restarts == MAX_RESTARTS
+    factory.of(0)[0].dies_at_call = len(factory.of(0)[0].calls) + 1
+    with pytest.raises(EngineError, match="No space left on device"):
+        pool.generate(PROMPTS, SAMPLING)
+    pool._factory = start
+
+
+def test_heads_that_a_server_lost_between_two_calls_come_back(
+    make_pool: Any, tmp_path: Path
+) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    pool.swap_heads(state_file(tmp_path, 1.0), 4)
+    factory.of(1)[0].heads_version = -1
+    pool.generate(PROMPTS, SAMPLING)
+    assert factory.of(1)[0].versions_at_call == [(4, 0, 4)]
+
+
+# ---- servers that somebody else restarts
+
+
+@pytest.fixture
+def make_attached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Callable[..., tuple[EnginePool, Factory]]]:
+    """Pools of servers at addresses, which look for lost ones all the time."""
+    monkeypatch.setattr(pool_module, "LOOK_EVERY_S", 0.01)
+    pools = []
+
+    def make(count: int, back_within_s: float = 60.0) -> tuple[EnginePool, Factory]:
+        factory = Factory(*[0.0] * count)
+        pools.append(EnginePool(factory, count, back_within_s=back_within_s))
+        return pools[-1], factory
+
+    yield make
+    for pool in pools:
+        pool.close()
+
+
+def test_a_server_that_is_away_for_long_is_found_when_it_is_back(
+    make_attached: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, factory = make_attached(2)
+    pool.swap_heads(state_file(tmp_path, 1.0), 4)
+    pool.sync_actor(state_file(tmp_path, 2.0), 6)
+    factory.failing[1] = 3 * MAX_RESTARTS
+    factory.of(1)[0].dies_at_call = 1
+    assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
+    # Meanwhile the others get newer versions.
+    pool.swap_heads(state_file(tmp_path, 3.0), 5)
+    pool.sync_actor(state_file(tmp_path, 4.0), 7)
+    pool.configure(num_drafts=3)
+    deadline = time.monotonic() + 60
+    while (len(factory.of(1)) < 2 or not factory.of(1)[1].calls) and time.monotonic() < deadline:
+        pool.generate(PROMPTS, SAMPLING)
+    assert factory.of(1)[0].closed and factory.of(1)[1].versions_at_call[0] == (5, 7, 3)
+    assert pool.checksums() == factory.of(1)[1].sums and pool.restarts == 1
+    assert len([line for line in caplog.messages if "is lost" in line]) == 2, (
+        "that it was lost, and the first of the starts that failed alike"
+    )
+
+
+def test_a_single_server_is_waited_for(make_attached: Any, tmp_path: Path) -> None:
+    pool, factory = make_attached(1)
+    for call in (
+        lambda: pool.generate(PROMPTS, SAMPLING),
+        lambda: pool.sync_actor(state_file(tmp_path, 1.0), 3),
+    ):
+        factory.failing[0] = 2 * MAX_RESTARTS
+        factory.of(0)[-1].dies_at_call = len(factory.of(0)[-1].calls) + 1
+        pool.generate(PROMPTS, SAMPLING)
+        pool._lost(pool._seats[0], EngineError("The server is gone."))
+        call()
+    assert len(factory.of(0)) == 5 and pool.restarts == 4
+    assert pool.generate(PROMPTS, SAMPLING).policy_version == 3
+
+
+@pytest.mark.parametrize("call", ["generate", "swap"])
+def test_a_single_server_that_stays_away_ends_the_run(
+    make_attached: Any, tmp_path: Path, call: str
+) -> None:
+    pool, factory = make_attached(1, back_within_s=0.3)
+    factory.fails = {0}
+    pool._lost(pool._seats[0], EngineError("The server is gone."))
+    with pytest.raises(EngineError, match="No engine of the pool is left") as caught:
+        if call == "generate":
+            pool.generate(PROMPTS, SAMPLING)
+        else:
+            pool.swap_heads(state_file(tmp_path, 1.0), 2)
+    assert "Engine 0 does not start" in str(caught.value) and "within 0 s" in str(caught.value)
+    assert factory.tries > 1 and pool.restarts == 1
+
+
+def test_a_request_that_ends_each_server_ends_the_run(make_attached: Any) -> None:
+    pool, _ = make_attached(2)
+
+    def die(engine: EchoEngine, prompts: Any, sampling: Sampling) -> Rollouts:
+        raise EngineError("The server refused a request.")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EchoEngine, "generate", die)
+        with pytest.raises(EngineError, match="No engine of the pool is left") as caught:
+            pool.generate(PROMPTS, SAMPLING)
+    assert "refused a request" in str(caught.value) and pool.restarts == 2 * MAX_RESTARTS
+
+
+def test_a_pool_that_ends_does_not_look_for_a_server_any_more(
+    make_attached: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool_module, "LOOK_EVERY_S", 3600.0)
+    pool, factory = make_attached(2)
+    factory.fails = {1}
+    pool._lost(pool._seats[1], EngineError("The server is gone."))
+    wait([pool._seats[1].starting])
+    pool.generate(PROMPTS, SAMPLING)
+    tries = factory.tries
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(pool.close).result(60)
+    assert factory.tries == tries == 3
+
+
+def test_make_engine_knows_servers_that_it_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_engine, "ServerEngine", lambda *_, **__: EchoEngine(0))
+    for backend, expected in (("http://a:1", ray_engine.START_TIMEOUT_S), ("server", 0.0)):
+        config = EngineConfig(backend=backend)
+        with make_engine("model", None, config, supervised=True) as pool:
+            assert isinstance(pool, EnginePool) and pool._back_within_s == expected
 
 
 def test_a_pool_of_one_samples_what_its_engine_would(make_pool: Any) -> None:
