@@ -34,6 +34,8 @@ told = logging.getLogger("vllm.medusa_ppo")
 
 ASK_S = 0.02
 """Seconds between two checks whether the ranks have read new heads."""
+MOST_FAULTS = 3
+"""Failures in a row, with no version loaded between them, after which feeding ends."""
 FEEDER = "medusa_feeder"
 """Attribute of vLLM's core that holds its `EngineFeeder`."""
 
@@ -51,26 +53,37 @@ class EngineFeeder:
         self._coming: Fetched | None = None
         self._asked = 0.0
         self.woken = False
+        self._faults = 0
         try:
             answer = self._state(core)
             actor = FeedActor(heads=dict(answer["heads"]), sketch=str(answer["sketch"]))
             self._watch = FeedWatch(open_feed(os.environ[FEED]), actor)
-        except MedusaError as error:
-            logger.warning("This engine loads no heads from %s. %s", FEED, error)
+        # Catches everything, here and below: whatever is wrong with a feed must never end an
+        # engine, and nothing else catches what is raised between two steps.
+        except Exception as error:
+            logger.warning("This engine loads no heads from %s. %s", FEED, _in_words(error))
             return
         # For engines that are never shut down.
         weakref.finalize(core, self._watch.end)
 
     def between_steps(self, core: Any) -> None:
-        """Called after every step of the engine: load newly fetched heads, if there are any."""
+        """Called after every step of the engine: load newly fetched heads, if there are any. Raises
+        nothing.
+        """
         watch = self._watch
         if watch is None or not (watch.offers or self.woken or self._coming):
             return
+        try:
+            self._feed(core, watch)
+        except Exception as error:
+            self._failed(watch, error)
+
+    def _feed(self, core: Any, watch: FeedWatch) -> None:
         if core.is_sleeping():
             return
         if self.woken:
             self.woken = False
-            if watch.serving is not None and self._state(core)["version"] < 0:
+            if watch.serving is not None and self._lost(core):
                 # A deep sleep has thrown the heads away.
                 self._load(core, watch, watch.serving)
         if self._coming is None and (fetched := watch.take()) is not None:
@@ -80,6 +93,31 @@ class EngineFeeder:
         if self._coming is not None and self._all_ready(core):
             fetched, self._coming = self._coming, None
             self._load(core, watch, fetched)
+
+    def _failed(self, watch: FeedWatch, error: Exception) -> None:
+        """Take an error that no version explains. After a few in a row the engine is left alone:
+        each of them may have cost it a step's time, and its heads draft as before.
+        """
+        self._faults += 1
+        if self._coming is not None:
+            # A newer version may be better; this one is not tried again.
+            watch.took(self._coming, error)
+            self._coming = None
+        elif self._faults == 1:
+            logger.warning(
+                "Newer heads could not be loaded: %s. The engine keeps drafting as before.",
+                _in_words(error),
+            )
+        if self._faults >= MOST_FAULTS:
+            logger.warning(
+                "This engine loads no more heads from %s, after %d failures in a row: %s. Restart"
+                " the engine to feed it again.",
+                FEED,
+                self._faults,
+                _in_words(error),
+            )
+            self._watch = None
+            watch.end()
 
     def _all_ready(self, core: Any) -> bool:
         """Whether all ranks have read the new heads. Checked rarely, because it takes a call to the
@@ -104,6 +142,12 @@ class EngineFeeder:
     def _state(self, core: Any) -> dict[str, Any]:
         return first_of(core.collective_rpc("medusa_feed_state"))
 
+    def _lost(self, core: Any) -> bool:
+        """Whether the heads of a rank are gone, or are not those of the others."""
+        answers = self._tell_ranks(core, "medusa_feed_state")
+        versions = {answer["version"] for answer in answers}
+        return len(versions) != 1 or min(versions) < 0
+
     def _load(self, core: Any, watch: FeedWatch, fetched: Fetched) -> None:
         """Load heads into all ranks, or into none. If that fails after the old heads are gone, the
         last ones are loaded again.
@@ -113,25 +157,23 @@ class EngineFeeder:
         fault = self._given(core, fetched)
         watch.took(fetched, fault)
         if fault is None:
+            self._faults = 0
             told.info(
                 "Heads version %d is serving; loading took %.0f ms.",
                 fetched.version,
                 1e3 * (time.perf_counter() - began),
             )
-        elif before is not None and before is not fetched and self._state(core)["version"] < 0:
+        elif before is not None and before is not fetched and self._lost(core):
             watch.took(before, self._given(core, before))
 
     def _given(self, core: Any, fetched: Fetched) -> Exception | None:
         """Load heads into all ranks. Returns the error if not all ranks have them, else None."""
-        arguments = (str(fetched.path), fetched.version, [fetched.checksum])
+        arguments = str(fetched.path), fetched.version, [fetched.checksum]
         try:
-            answers = core.collective_rpc("medusa_feed_heads", args=arguments)
-            first_of(answers)
-        # Catches everything: vLLM passes a worker's error on as a RuntimeError of its own. A feed
-        # must never end an engine; if the workers are gone, the next step reports it.
+            answers = self._tell_ranks(core, "medusa_feed_heads", *arguments)
+            versions = {answer["version"] for answer in answers}
         except Exception as error:
             return error
-        versions = {answer["version"] for answer in answers}
         if versions != {fetched.version}:
             return EngineError(
                 "The engine's ranks draft with different heads.",
@@ -140,6 +182,10 @@ class EngineFeeder:
                 do="Report this.",
             )
         return None
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, MedusaError) else f"{type(error).__name__}: {error}"
 
 
 def with_feed_looked_at(original: Callable[..., None]) -> Callable[..., None]:
