@@ -698,6 +698,12 @@ class MedusaProposer(Drafter):
         heads.
         """
         self.heads.temperatures_K.fill_(1.0)
+        if self.stopping is not None:
+            self.stopping.renew()
+        saved = None if self._calibrating is None else self._calibrating.memory
+        for memory in (self.memory, saved):
+            if memory is not None:
+                memory.renew()
         if self._ring is not None:
             self._ring.renew()
         if self._unread is not None:
@@ -892,7 +898,8 @@ class MedusaProposer(Drafter):
 
         All ranks call this together and get the same answer.
         """
-        whole = fingerprint(self.heads) == self._fingerprint
+        # If memory is lost on one rank, all of them renew theirs: what they learned must agree.
+        whole = agreed_by_all(fingerprint(self.heads) == self._fingerprint)
         if not whole:
             self._renew()
         there = agreed_by_all(self.fed and whole)

@@ -30,6 +30,7 @@ from medusa_ppo.drafting.slots import DraftSlots, Seating
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.verify import DraftRows, Rule, verify_rows
 from medusa_ppo.vllm_plugin import rank_agreement, v1_runner
+from medusa_ppo.vllm_plugin.calibrating import Calibrating
 from medusa_ppo.vllm_plugin.confirm import fingerprint
 from medusa_ppo.vllm_plugin.proposer import MedusaProposer
 from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
@@ -672,6 +673,85 @@ def test_a_deep_sleep_leaves_nothing_behind(
     scene.run({"0": 2, "1": 3})
     scene.run({"0": 1, "1": 1}, wanted=0)
     scene.run({"0": 3, "1": 1})
+
+
+def with_a_memory(device: torch.device) -> ProposerStep:
+    """Seeded requests of a proposer that remembers a response and ends runs early."""
+    step = ProposerStep(3, [5, 6, 7], device=device)
+    step.lm_head_VD /= 4  # Flat enough for any token.
+    for state in step.live.values():
+        state.output_token_ids = [2, 3]
+    step.proposer.memory = step.proposer._new_memory(10**6)
+    step.proposer.memory.store.remember(prompt_key([1]), [2, 3, 4, 5, 3, 6])
+    step.proposer.stopping = Stopping(0.3, 3, K, device)
+    return step
+
+
+def drafted_with_a_memory(step: ProposerStep) -> list[list[int]]:
+    """Two steps' drafts, the second of which learns from those of the first."""
+    proposer = step.proposer
+    keys = list(step.live)
+    many = len(keys)
+    step.seat(keys, 7)
+    proposer.before_step([[3]] * many, [0] * many, many, step.hidden_1D.expand(many, D))
+    drafts = step.propose(keys, 7)
+    counts = [len(ids) for ids in drafts]
+    flat_T = torch.tensor([token for ids in drafts for token in ids], device=step.device)
+    rows_T = torch.arange(len(flat_T), device=step.device)
+    logits_TV = targets()[0].log().to(step.device).expand(len(flat_T), V)
+    temperature_B = torch.ones(many, device=step.device)
+    with torch.inference_mode():
+        proposer.memory.judge(logits_TV, rows_T, flat_T, counts, temperature_B)
+        step.seat(keys, 8)
+        proposer.before_step([[4, 4]] * many, counts, many, step.hidden_1D.expand(many, D))
+    more = step.propose(keys, 8)
+    for rows_B in proposer._slots.rows_S[proposer._seats.slots_B].split(1):
+        for k in range(K):
+            q_W = proposer._slots.q(rows_B, torch.full_like(rows_B, k))[0]
+            assert bool((q_W >= 0).all()) and float(q_W.sum()) == pytest.approx(1.0, abs=1e-5)
+    return [*drafts, *more]
+
+
+@pytest.mark.parametrize("calibrating", [False, True])
+def test_a_deep_sleep_leaves_memory_and_early_ends_as_new(
+    device: torch.device, calibrating: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both were made while the heads were loaded, and nobody wrote their tables again: drafts were
+    drawn with a NaN, or a negative q, from then on. Compared with new ones: what is zero where it
+    should not be is finite, too.
+    """
+    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    expected = drafted_with_a_memory(with_a_memory(device))
+    step = with_a_memory(device)
+    proposer = step.proposer
+    assert drafted_with_a_memory(step) == expected
+    learned = [proposer.memory, proposer.stopping]
+    if calibrating:
+        proposer._calibrating = Calibrating.begin(K, proposer.memory, device)
+        proposer.memory = proposer._new_memory(10**6)
+        learned.append(proposer.memory)
+    save_state(tmp_path / "heads", proposer.heads.trainable_state())
+    # Made in a step, not while the heads were loaded.
+    later = proposer._seating, proposer._seats, proposer._came, proposer._sent_B
+    on_the_host: list[Any] = [proposer.draft_vocabulary._counts_V, *later]
+    if calibrating:
+        on_the_host.append(proposer._calibrating.random_states)
+    throw_away(tensors_of(proposer, (step, step.lm_head_VD, step.table_VD, *on_the_host)))
+    assert proposer.held_version() == -1
+    fresh = proposer._new_memory(10**6), Stopping(0.3, 3, K, device)
+    for held in learned:
+        new = fresh[1] if isinstance(held, Stopping) else fresh[0]
+        constants = tensors_of(held)
+        assert len(constants) >= 6
+        for here, there in zip(constants, tensors_of(new), strict=True):
+            assert here.dtype == there.dtype and torch.equal(here, there)
+    if calibrating:
+        proposer.memory, proposer._calibrating = proposer._calibrating.memory, None
+    assert proposer.memory is learned[0] and proposer.memory.store.rows(), "it is on the host"
+    proposer.target_changed()
+    proposer.swap(str(tmp_path / "heads"), 3)
+    proposer.memory.store.version = 0
+    assert drafted_with_a_memory(step) == expected
 
 
 def test_heads_with_a_context_need_its_pairs(device: torch.device) -> None:
