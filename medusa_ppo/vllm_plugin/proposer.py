@@ -108,7 +108,7 @@ class MedusaProposer(Drafter):
 
     heads: MedusaHeads
     _core: DraftingCore
-    _slots: DraftSlots | None
+    _slots: DraftSlots | None = None
     _seats: Seats
     _sent_B: torch.Tensor | None = None
     _target: nn.Module
@@ -247,14 +247,26 @@ class MedusaProposer(Drafter):
     def _use_vocabulary(self) -> None:
         """Draft from the draft vocabulary's tokens, or from all. The q kept so far is forgotten;
         its drafts then count as one-hot.
+
+        The table of q is kept while its size is right: it takes gigabytes, and a new one would not
+        lie in the memory that a sleeping engine gives away.
         """
         ids_W = self.draft_vocabulary.ids_W
+        width = self.heads.config.vocab_size if ids_W is None else len(ids_W)
+        slots = self._slots
+        if not self.sampled:
+            slots = None
+        elif slots is None or slots.width != width:
+            # On all ranks before anything is replaced: one of them may have no room.
+            slots = together("making room for q", lambda: self._new_slots(width))
         self._core.use_vocabulary(ids_W, self.draft_vocabulary.product)
-        self._slots = None
-        if self.sampled:
-            width = self.heads.config.vocab_size if ids_W is None else len(ids_W)
-            size = self.vllm_config.scheduler_config.max_num_seqs
-            self._slots = DraftSlots(size, self.num_speculative_tokens, width, self.device, ids_W)
+        if slots is not None:
+            slots.use(ids_W)
+        self._slots = slots
+
+    def _new_slots(self, width: int) -> DraftSlots:
+        size = self.vllm_config.scheduler_config.max_num_seqs
+        return DraftSlots(size, self.num_speculative_tokens, width, self.device)
 
     def _embedding(self) -> Any:
         return embedding_module(self._target) if self.heads.config.kind == "hydra" else None
@@ -698,6 +710,8 @@ class MedusaProposer(Drafter):
         heads.
         """
         self.heads.temperatures_K.fill_(1.0)
+        if self._slots is not None:
+            self._slots.renew()
         if self.stopping is not None:
             self.stopping.renew()
         saved = None if self._calibrating is None else self._calibrating.memory

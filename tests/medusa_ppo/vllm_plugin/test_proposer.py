@@ -41,6 +41,11 @@ MANY = 30_000
 MOST_TOKENS = 64
 
 
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+
+
 class ProposerStep:
     """A proposer of hydra heads, and requests that share one state: their drafts and tokens have
     one distribution each.
@@ -89,6 +94,7 @@ class ProposerStep:
         proposer._seating = Seating(size, device)
         proposer.chooser = DraftChooser(K)
         proposer._fingerprint = fingerprint(heads)
+        proposer._slots = DraftSlots(size, K, V, device)
         proposer._use_vocabulary()
         proposer._make_ring()
         self.proposer = proposer
@@ -637,13 +643,11 @@ def test_a_deep_sleep_leaves_nothing_behind(
     copy_parts: int,
     draft_vocab: int,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM throws away all that was allocated while heads were loaded, and brings nobody's tensors
     back but those of modules: the ring's own numbers were gone for good, and what stood in the
     places that no request has written yet was NaN behind a mask, which is NaN.
     """
-    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     # A request that has fewer tokens than a context has pairs reads places that nobody wrote.
     scene = Contexts(device, [2, 5], copy_parts=copy_parts)
     step = scene.step
@@ -657,6 +661,8 @@ def test_a_deep_sleep_leaves_nothing_behind(
     vocabulary = proposer.draft_vocabulary
     on_the_host = vocabulary._counts_V, vocabulary._chosen_W, proposer._seating
     spared = (step, step.lm_head_VD, step.table_VD, *on_the_host)
+    q_before = proposer._slots
+    address = q_before.cumulative_KRX.data_ptr()
     lost = tensors_of(proposer, spared)
     assert len(lost) > 20
     throw_away(lost)
@@ -667,12 +673,61 @@ def test_a_deep_sleep_leaves_nothing_behind(
     left = tensors_of(proposer, (*spared, proposer._slots._scratch_2RW))
     kept = [tensor for tensor in left if tensor.is_floating_point()]
     assert not [t.shape for t in kept if not bool(t.isfinite().all())]
+    slots = proposer._slots
+    assert slots is q_before and slots.cumulative_KRX.data_ptr() == address
+    new = DraftSlots(slots.size, K, slots.width, device, slots.ids_W)
+    constants = tensors_of(slots, (slots._scratch_2RW, slots._views))
+    for here, there in zip(constants, tensors_of(new, (new._scratch_2RW,)), strict=True):
+        assert here.dtype == there.dtype and torch.equal(here, there)
     if draft_vocab:
         return  # What is drafted is not the whole vocabulary's, which `check` compares with.
     scene.run({"0": 1, "1": 1}, drafted=0)
     scene.run({"0": 2, "1": 3})
     scene.run({"0": 1, "1": 1}, wanted=0)
     scene.run({"0": 3, "1": 1})
+
+
+@pytest.mark.parametrize("draft_vocab", [0, V - 2])
+def test_the_table_of_q_stays_where_it_is_and_forgets(
+    device: torch.device, draft_vocab: int, tmp_path: Path
+) -> None:
+    """It takes gigabytes with a large vocabulary: a second one would find no room, or lie outside
+    what a sleeping engine gives away.
+    """
+    step = ProposerStep(3, device=device)
+    proposer = step.proposer
+    if draft_vocab:
+        proposer.draft_vocabulary = DraftVocabulary(draft_vocab, V)
+        proposer.draft_vocabulary.observe([list(range(V - 2)) * 8 * V])
+        proposer._refresh_vocabulary()
+    slots = proposer._slots
+    assert slots.width == (draft_vocab or V)
+    names = "cumulative_KRX", "columns_KR", "stamps_R", "rows_S", "_scratch_2RW", "_numbers_R"
+    addresses = [getattr(slots, name).data_ptr() for name in names]
+    keys = list(step.live)
+    save_state(tmp_path / "heads", proposer.heads.trainable_state())
+
+    def others() -> None:
+        # Other tokens, as many.
+        proposer.draft_vocabulary.observe([list(range(2, V)) * 64 * V])
+        proposer.target_changed()
+        if draft_vocab:
+            assert slots.columns_V(V).tolist() == [-1, -1, *range(V - 2)]
+            assert slots.ids_W is proposer._core.ids_W
+
+    def swap() -> None:
+        proposer.swap(str(tmp_path / "heads"), 3)
+
+    for place, change in enumerate((proposer.target_changed, swap, others)):
+        step.propose(keys, 7 + place)
+        assert bool((slots.stamps_R >= 0).any())
+        slots.columns_V(V)
+        change()
+        assert proposer._slots is slots and not bool((slots.stamps_R >= 0).any())
+        assert [getattr(slots, name).data_ptr() for name in names] == addresses
+    proposer.draft_vocabulary = DraftVocabulary(0, V)
+    proposer._refresh_vocabulary()
+    assert (proposer._slots is slots) == (not draft_vocab) and proposer._slots.width == V
 
 
 def with_a_memory(device: torch.device) -> ProposerStep:
@@ -714,13 +769,12 @@ def drafted_with_a_memory(step: ProposerStep) -> list[list[int]]:
 
 @pytest.mark.parametrize("calibrating", [False, True])
 def test_a_deep_sleep_leaves_memory_and_early_ends_as_new(
-    device: torch.device, calibrating: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, calibrating: bool, tmp_path: Path
 ) -> None:
     """Both were made while the heads were loaded, and nobody wrote their tables again: drafts were
     drawn with a NaN, or a negative q, from then on. Compared with new ones: what is zero where it
     should not be is finite, too.
     """
-    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     expected = drafted_with_a_memory(with_a_memory(device))
     step = with_a_memory(device)
     proposer = step.proposer

@@ -41,6 +41,11 @@ from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 D, V, K, B, SLOTS = 8, 1 << 14, 2, 3, 5
 
 
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+
+
 class Step:
     """A speculator, and a batch of three requests, the last of which is greedy."""
 
@@ -278,7 +283,6 @@ def test_as_many_rows_are_verified_at_a_time_as_the_table_may_have() -> None:
 
 def test_the_number_of_drafts_is_chosen_and_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step sampled is known one step later; seconds and drafts are those of that step."""
-    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     step = Step()
     drafter = step.speculator.drafter
     drafter.choose = True
@@ -379,11 +383,10 @@ def test_runs_end_early_by_request() -> None:
     assert speculator.lengths_B.tolist() == lengths
 
 
-def test_a_deep_sleep_leaves_what_v2_learned_as_new(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deep_sleep_leaves_what_v2_learned_as_new() -> None:
     """Beside the memory and early ends these are the last tokens of requests, the chances of their
     drafts, and the counts of a draft vocabulary, which V2 has on the device.
     """
-    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
     def serving() -> Step:
         step = Step()
