@@ -34,6 +34,10 @@ told = logging.getLogger("vllm.medusa_ppo")
 
 ASK_S = 0.02
 """Seconds between two checks whether the ranks have read new heads."""
+VERSION_S = 5.0
+"""Seconds between two questions whether the fed heads still serve. A loop may let the workers sleep
+without the core (`collective_rpc`), and a swap of its own may fail.
+"""
 MOST_FAULTS = 3
 """Failures in a row, with no version loaded between them, after which feeding ends."""
 FEEDER = "medusa_feeder"
@@ -44,7 +48,7 @@ class EngineFeeder:
     """Loads what a `FeedWatch` offers into one engine.
 
     Attributes:
-        woken: the engine has slept since the last check, so its heads may be gone.
+        woken: the engine has slept since the last check, so its heads may be gone: asked at once.
     """
 
     def __init__(self, core: Any) -> None:
@@ -52,6 +56,8 @@ class EngineFeeder:
         self._watch: FeedWatch | None = None
         self._coming: Fetched | None = None
         self._asked = 0.0
+        self._asks_at = 0.0
+        self._patience_s = VERSION_S
         self.woken = False
         self._faults = 0
         try:
@@ -71,7 +77,7 @@ class EngineFeeder:
         nothing.
         """
         watch = self._watch
-        if watch is None or not (watch.offers or self.woken or self._coming):
+        if watch is None or not (watch.offers or self._coming or self._asks(watch)):
             return
         try:
             self._feed(core, watch)
@@ -81,11 +87,12 @@ class EngineFeeder:
     def _feed(self, core: Any, watch: FeedWatch) -> None:
         if core.is_sleeping():
             return
-        if self.woken:
+        if (serving := watch.serving) is not None and self._asks(watch):
             self.woken = False
-            if watch.serving is not None and self._lost(core):
-                # A deep sleep has thrown the heads away.
-                self._load(core, watch, watch.serving)
+            # A deep sleep may have thrown the heads away. What fails is tried ever more rarely.
+            good = not self._lost(core) or self._load(core, watch, serving)
+            self._patience_s = VERSION_S if good else 2 * self._patience_s
+            self._asks_at = time.perf_counter() + self._patience_s
         if self._coming is None and (fetched := watch.take()) is not None:
             # Each rank reads it while the engine runs; it is loaded after a later step.
             self._coming = fetched
@@ -93,6 +100,12 @@ class EngineFeeder:
         if self._coming is not None and self._all_ready(core):
             fetched, self._coming = self._coming, None
             self._load(core, watch, fetched)
+
+    def _asks(self, watch: FeedWatch) -> bool:
+        """Whether it is time to ask if the fed heads still serve."""
+        if watch.serving is None:
+            return False
+        return self.woken or time.perf_counter() >= self._asks_at
 
     def _failed(self, watch: FeedWatch, error: Exception) -> None:
         """Take an error that no version explains. After a few in a row the engine is left alone:
@@ -144,13 +157,13 @@ class EngineFeeder:
 
     def _lost(self, core: Any) -> bool:
         """Whether the heads of a rank are gone, or are not those of the others."""
-        answers = self._tell_ranks(core, "medusa_feed_state")
+        answers = self._tell_ranks(core, "medusa_feed_version")
         versions = {answer["version"] for answer in answers}
         return len(versions) != 1 or min(versions) < 0
 
-    def _load(self, core: Any, watch: FeedWatch, fetched: Fetched) -> None:
-        """Load heads into all ranks, or into none. If that fails after the old heads are gone, the
-        last ones are loaded again.
+    def _load(self, core: Any, watch: FeedWatch, fetched: Fetched) -> bool:
+        """Load heads into all ranks, or into none; whether they serve. If that fails after the old
+        heads are gone, the last ones are loaded again.
         """
         before = watch.serving
         began = time.perf_counter()
@@ -165,6 +178,7 @@ class EngineFeeder:
             )
         elif before is not None and before is not fetched and self._lost(core):
             watch.took(before, self._given(core, before))
+        return fault is None
 
     def _given(self, core: Any, fetched: Fetched) -> Exception | None:
         """Load heads into all ranks. Returns the error if not all ranks have them, else None."""

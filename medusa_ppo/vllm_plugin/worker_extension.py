@@ -92,15 +92,20 @@ class MedusaWorker:
 
     @always_answers
     def medusa_feed_state(self) -> dict[str, Any]:
-        """What an engine that feeds itself needs: sizes of the heads, a sketch of the actor (empty
-        if its folder has no safetensors), and the version of the heads, -1 if they are gone.
+        """What an engine needs to know once to feed itself: sizes of the heads, and a sketch of the
+        actor (empty if its folder has no safetensors), which takes a part of a second.
         """
         drafter = self._medusa_require_drafter()
-        return {
-            "heads": drafter.heads.config.to_dict(),
-            "sketch": self._medusa_sketch(),
-            "version": drafter.held_version(),
-        }
+        return {"heads": drafter.heads.config.to_dict(), "sketch": self._medusa_sketch()}
+
+    @always_answers
+    def medusa_feed_version(self) -> dict[str, Any]:
+        """Version of the heads that serve, as far as this rank knows; -1 if they are gone. It is
+        asked between two steps, so nothing is read: whatever loses heads looks at them itself
+        (`MedusaProposer.held_version`, called when the worker wakes up).
+        """
+        drafter = self._medusa_require_drafter()
+        return {"version": drafter.version if drafter.fed else -1}
 
     @always_answers
     def medusa_feed_ahead(self, path: str, checked: list[Any]) -> dict[str, Any]:

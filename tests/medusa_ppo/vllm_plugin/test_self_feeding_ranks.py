@@ -98,6 +98,7 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int]
     """published(number): a version of a feed that engines of this test look at."""
     monkeypatch.setattr(feed_watch, "LOOK_S", 0.01)
     monkeypatch.setattr(self_feeding, "ASK_S", 0.0)
+    monkeypatch.setattr(self_feeding, "VERSION_S", 0.0)
     monkeypatch.setattr(worker_extension, "require_active", list)
     monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     monkeypatch.setenv(FEED, str(tmp_path / "feed"))
@@ -213,6 +214,80 @@ def test_calls_that_fail_drop_a_version_and_after_a_few_in_a_row_feeding_ends(
     watch._thread.join(60)
     assert not watch._thread.is_alive() and not watch._folder.path.exists()
     assert [drafter.version for drafter in core.drafters] == [2, 2]
+
+
+@pytest.mark.parametrize("lost", [(0, 1), (1,)])
+@pytest.mark.parametrize("woken", [False, True])
+def test_heads_that_are_lost_in_any_way_are_loaded_again(
+    published: Callable[[int], None],
+    begin: Callable[[Core], EngineFeeder],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lost: tuple[int, ...],
+    woken: bool,
+) -> None:
+    """Whether or not the core has heard of it. The sketch of the actor, for which a whole model is
+    laid out, is made when the engine begins, and never again.
+    """
+    sketched: list[Any] = []
+    sketch = MedusaWorker._medusa_sketch
+
+    def seen(self: MedusaWorker) -> str:
+        sketched.append(self)
+        return sketch(self)
+
+    monkeypatch.setattr(MedusaWorker, "_medusa_sketch", seen)
+    core = Core(tmp_path, [{}, {}])
+    feeder = begin(core)
+    watch = feeder._watch
+    assert watch is not None
+    published(1)
+    step_until(feeder, core, lambda: watch.known == 1)
+    if woken:
+        monkeypatch.setattr(self_feeding, "VERSION_S", 1e9)
+        feeder.between_steps(core)
+        feeder._asks_at = 1e9
+    for _ in range(2):
+        for rank in lost:
+            core.drafters[rank].fed = False
+        feeder.woken = woken
+        feeder.between_steps(core)
+        assert [drafter.held_version() for drafter in core.drafters] == [1, 1]
+    assert not any(core.queues)
+    assert sketched == core.workers, "once for each rank"
+
+
+def test_lost_heads_that_cannot_be_loaded_are_tried_ever_more_rarely(
+    published: Callable[[int], None],
+    begin: Callable[[Core], EngineFeeder],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core = Core(tmp_path, [{}])
+    feeder = begin(core)
+    watch = feeder._watch
+    assert watch is not None
+    published(1)
+    step_until(feeder, core, lambda: watch.known == 1)
+    now = [0.0]
+    monkeypatch.setattr(self_feeding, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(self_feeding, "VERSION_S", 5.0)
+    feeder._asks_at, feeder._patience_s = 0.0, 5.0
+    (drafter,) = core.drafters
+    drafter.fed, drafter.faults[1], drafter.swaps = False, BROKEN, []
+    tried = []
+    for second in range(100):
+        now[0] = float(second)
+        before = len(drafter.swaps)
+        feeder.between_steps(core)
+        tried += [second] * (len(drafter.swaps) - before)
+    assert tried == [0, 10, 30, 70]
+    drafter.faults.clear()
+    for second in range(100, 200):
+        now[0] = float(second)
+        feeder.between_steps(core)
+    assert drafter.swaps == [1] * 5 and drafter.held_version() == 1
+    assert feeder._patience_s == 5.0
 
 
 @pytest.mark.parametrize("what", ["a rank without a drafter", "no room for a folder"])
