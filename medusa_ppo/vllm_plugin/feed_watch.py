@@ -127,6 +127,17 @@ class FeedWatch:
                         do="Free some of it.",
                     )
                 )
+            # Catches everything, because nobody would begin the thread again: from then on the
+            # engine would get no version, and no word of it.
+            except Exception as error:
+                self._tell(
+                    FeedError(
+                        "The feed can't be read, for a reason that lies in this process.",
+                        given=f"{type(error).__name__}: {error}",
+                        expected="a version, or an error of a feed",
+                        do="Report this; the feed is read again in a moment.",
+                    )
+                )
             self.looks += 1
             self._over.wait(LOOK_S)
         self._feed.close()

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,31 @@ def test_a_file_that_was_away_is_asked_for_again(
     (tmp_path / "away").rename(file)
     assert taken(again).version == 1
     again.close()
+
+
+def test_an_error_of_any_kind_does_not_end_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As safetensors, Ray or a proxy raise them; it is told once, and the version still comes."""
+    monkeypatch.setattr(feed_watch, "LOOK_S", 0.01)
+    verify = feed_watch.verify
+    asked: list[Any] = []
+
+    def failing(*args: Any) -> Path:
+        asked.append(args)
+        if len(asked) <= 2:
+            raise RuntimeError("can't start new thread")
+        return verify(*args)
+
+    monkeypatch.setattr(feed_watch, "verify", failing)
+    publish(tmp_path, 1)
+    with caplog.at_level(logging.WARNING, logger="medusa_ppo"):
+        watch = FeedWatch(FolderFeed(tmp_path / "feed"), actor())
+        until(lambda: watch.offers or not watch._thread.is_alive())
+        assert watch.offers and taken(watch).version == 1
+        watch.close()
+    (record,) = caplog.records
+    assert "can't start new thread" in record.getMessage()
 
 
 def test_what_was_bad_or_refused_is_not_asked_for_again(watch: FeedWatch, tmp_path: Path) -> None:
