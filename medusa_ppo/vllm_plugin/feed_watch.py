@@ -14,7 +14,7 @@ from pathlib import Path
 from heads.errors import BadVersionError, FeedError
 from medusa_ppo.feeds.feed import Feed, verify
 from medusa_ppo.feeds.feed_manifest import FeedActor, FeedManifest, FeedVersion
-from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.runtime.files import OwnedFolder, sweep
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,8 @@ class FeedWatch:
         """
         self._feed = feed
         self._actor = actor
+        # Engines that were killed leave theirs behind, with two versions each.
+        sweep()
         self._folder = OwnedFolder("medusa-ppo-feed-", shared_memory=True)
         self._lock = threading.Lock()
         self._offered: Fetched | None = None

@@ -14,6 +14,7 @@ import pytest
 
 from heads.errors import SwapError
 from medusa_ppo.feeds.folder_feed import FolderFeed
+from medusa_ppo.runtime import files
 from medusa_ppo.vllm_plugin import feed_watch
 from medusa_ppo.vllm_plugin.feed_watch import FeedWatch, Fetched
 from tests.medusa_ppo.feeds.conftest import actor, heads_file, release
@@ -64,6 +65,26 @@ def test_the_newest_is_offered_once_and_its_files_go_with_the_watch(
     folder = fetched.path.parent
     watch.close()
     assert not folder.exists()
+
+
+def test_what_a_killed_engine_left_in_shared_memory_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(files, "SHARED_MEMORY", shared)
+    # Nobody holds the lock of a dead owner.
+    left = shared / "medusa-ppo-feed-of-the-dead"
+    left.mkdir()
+    (left / files.LOCK).touch()
+    (left / "heads-1").write_bytes(bytes(1000))
+    living = FeedWatch(FolderFeed(tmp_path / "feed"), actor())
+    assert not left.exists()
+    other = FeedWatch(FolderFeed(tmp_path / "feed"), actor())
+    assert living._folder.path.parent == shared and living._folder.path.is_dir()
+    for watch in (living, other):
+        watch.close()
+    assert not list(shared.iterdir())
 
 
 def test_a_file_that_was_away_is_asked_for_again(
