@@ -86,6 +86,10 @@ TEXT_TOKENS_AT_ONCE = 2048
 """Tokens whose keys are computed at once. With a large vocabulary each takes a few embeddings, in
 all 50 MB at a width of 4,096, which no profile sees.
 """
+MARK = (0x5EED, -1)
+"""Stands beside the heads: untrained ones may be all zeros, and so may memory be that was thrown
+away.
+"""
 MEMORY_LENGTHS = 16
 """The memory's texts have room for this many responses of full length."""
 
@@ -108,6 +112,7 @@ class MedusaProposer(Drafter):
 
     heads: MedusaHeads
     _core: DraftingCore
+    _mark: torch.Tensor | None = None
     _slots: DraftSlots | None = None
     _seats: Seats
     _sent_B: torch.Tensor | None = None
@@ -170,6 +175,7 @@ class MedusaProposer(Drafter):
         self._target = target_model
         self._watch(target_model)
         self._fingerprint = fingerprint(self.heads)
+        self._mark = torch.tensor(MARK, device=self.device)
         self._untrained = self.heads.untrained
         if self._untrained:
             logger.info(
@@ -710,6 +716,8 @@ class MedusaProposer(Drafter):
         heads.
         """
         self.heads.temperatures_K.fill_(1.0)
+        if self._mark is not None:
+            self._mark.copy_(torch.tensor(MARK, device=self.device))
         if self._slots is not None:
             self._slots.renew()
         if self.stopping is not None:
@@ -913,7 +921,8 @@ class MedusaProposer(Drafter):
         All ranks call this together and get the same answer.
         """
         # If memory is lost on one rank, all of them renew theirs: what they learned must agree.
-        whole = agreed_by_all(fingerprint(self.heads) == self._fingerprint)
+        marked = self._mark is None or tuple(self._mark.tolist()) == MARK
+        whole = agreed_by_all(marked and fingerprint(self.heads) == self._fingerprint)
         if not whole:
             self._renew()
         there = agreed_by_all(self.fed and whole)

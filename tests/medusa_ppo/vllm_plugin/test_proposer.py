@@ -32,7 +32,7 @@ from medusa_ppo.drafting.verify import DraftRows, Rule, verify_rows
 from medusa_ppo.vllm_plugin import rank_agreement, v1_runner
 from medusa_ppo.vllm_plugin.calibrating import Calibrating
 from medusa_ppo.vllm_plugin.confirm import fingerprint
-from medusa_ppo.vllm_plugin.proposer import MedusaProposer
+from medusa_ppo.vllm_plugin.proposer import MARK, MedusaProposer
 from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
 D, V, K, PAIRS = 8, 10, 2, 4
@@ -806,6 +806,28 @@ def test_a_deep_sleep_leaves_memory_and_early_ends_as_new(
     proposer.swap(str(tmp_path / "heads"), 3)
     proposer.memory.store.version = 0
     assert drafted_with_a_memory(step) == expected
+
+
+def test_untrained_heads_whose_memory_came_back_as_zeros_are_lost(device: torch.device) -> None:
+    """They are zeros themselves, and everything beside them is not: early ends, for example, then
+    ended every run for good.
+    """
+    step = ProposerStep(3, device=device)
+    proposer = step.proposer
+    for parameter in proposer.heads.parameters():
+        parameter.zero_()
+    proposer._fingerprint = fingerprint(proposer.heads)
+    proposer._mark = torch.tensor(MARK, device=device)
+    proposer.stopping = Stopping(0.3, 3, K, device)
+    assert proposer.held_version() == 0
+    for tensor in (proposer._mark, *tensors_of(proposer.stopping)):
+        tensor.zero_()
+    assert proposer.held_version() == -1 and not proposer.fed
+    new = tensors_of(Stopping(0.3, 3, K, device))
+    for here, there in zip(tensors_of(proposer.stopping), new, strict=True):
+        assert torch.equal(here, there)
+    proposer.fed = True
+    assert proposer.held_version() == 0, "what was renewed is not lost again"
 
 
 def test_heads_with_a_context_need_its_pairs(device: torch.device) -> None:
