@@ -433,10 +433,14 @@ def keep_one_step_old(worker: Any) -> None:
     # has no such call.)
     drafter._meet = lambda request: proposer.Traits(request.sampling_params.seed)
 
+    held: list[Any] = [None]
+
     def use_vocabulary() -> None:
         use()
-        if drafter._slots is not None:
+        # The same slots may serve one vocabulary after the other; they are held back once.
+        if drafter._slots is not held[-1] and drafter._slots is not None:
             _hold_back(drafter._slots, "stamp", lambda: drafter._slots.cumulative_KRX)
+        held.append(drafter._slots)
 
     drafter._use_vocabulary = use_vocabulary
     use_vocabulary()

@@ -384,6 +384,15 @@ class Trust:
         )
         self._share_C = self._first_C
 
+    def renew(self) -> None:
+        """Restore the initial state at the same addresses, after the memory was thrown away."""
+        new = Trust(self._first_C.device)
+        self._shares_G.copy_(new._shares_G)
+        self._first_C.copy_(new._first_C)
+        for sums in (self._accepted_CG, self._seen_C, self._offered_C, self._taken_C):
+            sums.zero_()
+        self._share_C = self._first_C
+
     def share(self, cells_B: torch.Tensor) -> torch.Tensor:
         """w of each cell; 0 without one."""
         return torch.where(cells_B >= 0, self._share_C[cells_B.clamp_min(0)], 0.0)
@@ -442,6 +451,11 @@ class Waiting:
     def __init__(self, slots: int, drafts: int, device: torch.device) -> None:
         self.q_KS3 = torch.zeros(drafts, slots, 3, device=device)
         self.cells_KS = torch.full((drafts, slots), -1, device=device)
+
+    def renew(self) -> None:
+        """Restore the initial state at the same addresses, after the memory was thrown away."""
+        self.q_KS3.zero_()
+        self.cells_KS.fill_(-1)
 
 
 class Recall:

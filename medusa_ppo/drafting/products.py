@@ -139,6 +139,13 @@ class DraftVocabulary:
         """Count on this device, if tokens are only known on a device."""
         self._counts_V = self._counts_V.to(device)
 
+    def forget_counts(self) -> None:
+        """Count anew, after the memory of the counts was thrown away. The ids stay until enough was
+        counted for others.
+        """
+        self._counts_V.zero_()
+        self._counted = 0
+
     def observe(self, tokens: Iterable[Sequence[int]]) -> None:
         """Count the tokens of a step, or the prompts of new requests."""
         if self.size:

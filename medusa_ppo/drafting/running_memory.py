@@ -90,12 +90,29 @@ class RunningMemory:
         self._weight_SP = torch.zeros(requests, self._places, device=device)
         self._waiting = Waiting(requests, drafts, device)
         self._steps_K1 = torch.arange(drafts, device=device).unsqueeze(1)
+        self._met: dict[str, _Met] = {}
+        self._step = 0
+        self._take_all_slots()
+
+    def _take_all_slots(self) -> None:
+        """No request has a text; each gets one when it drafts next."""
+        requests = len(self._tokens_SX)
         self._lengths = [0] * requests
         self._slots: dict[str, int] = {}
         self._free = list(range(requests))
-        self._met: dict[str, _Met] = {}
-        self._step = 0
         self._p_T: torch.Tensor | None = None
+
+    def renew(self) -> None:
+        """Restore what was on the device at the same addresses, after the memory was thrown away.
+        The responses are on the host, and stay; what was learned of them is lost.
+        """
+        self.trust.renew()
+        self._waiting.renew()
+        self._tokens_SX.fill_(EMPTY)
+        self._weight_SP.zero_()
+        drafts = len(self._steps_K1)
+        self._steps_K1.copy_(torch.arange(drafts, device=self._device).unsqueeze(1))
+        self._take_all_slots()
 
     def new_policy(self) -> None:
         """Make all responses so far one version older."""

@@ -228,6 +228,7 @@ class DraftSlots:
     Attributes:
         cumulative_KRX: float32, the W - 1 sums of `drafting.cumulate`, from which q follows.
         columns_KR: int64, the drawn columns.
+        width: W.
         ids_W: the tokens of the columns; None: all of them.
     """
 
@@ -241,6 +242,7 @@ class DraftSlots:
     ) -> None:
         self.size = slots
         self.drafts = drafts
+        self.width = width
         self.ids_W = ids_W
         self.cumulative_KRX = torch.zeros(drafts, slots + 1, width - 1, device=device)
         self.columns_KR = torch.full((drafts, slots + 1), NOTHING, device=device)
@@ -250,6 +252,22 @@ class DraftSlots:
         self._views: dict[tuple[int, int], Places] = {}
         self._numbers_R = torch.arange(max(slots + 1, drafts), device=device)
         self._columns_V: torch.Tensor | None = None
+
+    def renew(self) -> None:
+        """Restore the initial state at the same addresses, after the memory was thrown away. The
+        tokens are given again by `use`.
+        """
+        self.cumulative_KRX.zero_()
+        self.columns_KR.fill_(NOTHING)
+        self.rows_S.zero_()
+        torch.arange(len(self._numbers_R), out=self._numbers_R)
+        self.use(None)
+
+    def use(self, ids_W: torch.Tensor | None) -> None:
+        """Draft from other tokens from now on, as many as before, in the same memory."""
+        self.forget()
+        self.ids_W = ids_W
+        self._columns_V = None
 
     def columns_V(self, vocab_size: int) -> torch.Tensor | None:
         """int32, the column of each token, -1 for tokens without one; None: token and column are

@@ -42,6 +42,15 @@ class Stopping:
         self._step = 0
         self._estimate()
 
+    def renew(self) -> None:
+        """Restore the initial state at the same addresses, after the memory was thrown away."""
+        drafts, slots = self._cells_KS.shape
+        new = Stopping(self.least, slots, drafts, self._cells_KS.device)
+        for held in ("_offered_TP", "_accepted_TP", "_first_T1", "_cells_KS", "_steps_K1"):
+            getattr(self, held).copy_(getattr(new, held))
+        self._step = 0
+        self._estimate()
+
     def _estimate(self) -> None:
         # Two tables: for a drawn draft its share of the largest probability is known; for the next
         # one only the largest probability is.

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 
 from heads.errors import ConfigError, FeedError, RunError
 from medusa_ppo.feeds.feed import CHUNK_BYTES, Feed, check_heads_file
@@ -174,6 +175,10 @@ class RayFeed(Feed):
             # The actor has ended; another one may get its name.
             self._actor = None
             raise self._unreachable(f"{error.problem} {error.given}") from error
+        # Ray also raises where a call is only sent, for example after it was shut down here.
+        except RayError as error:
+            self._actor = None
+            raise self._unreachable(f"{type(error).__name__}: {error}"[:500]) from error
 
     def _unreachable(self, found: str) -> FeedError:
         return FeedError(

@@ -14,7 +14,7 @@ from pathlib import Path
 from heads.errors import BadVersionError, FeedError
 from medusa_ppo.feeds.feed import Feed, verify
 from medusa_ppo.feeds.feed_manifest import FeedActor, FeedManifest, FeedVersion
-from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.runtime.files import OwnedFolder, sweep
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,8 @@ class FeedWatch:
         """
         self._feed = feed
         self._actor = actor
+        # Engines that were killed leave theirs behind, with two versions each.
+        sweep()
         self._folder = OwnedFolder("medusa-ppo-feed-", shared_memory=True)
         self._lock = threading.Lock()
         self._offered: Fetched | None = None
@@ -125,6 +127,17 @@ class FeedWatch:
                         given=str(error),
                         expected="room in shared memory for two versions",
                         do="Free some of it.",
+                    )
+                )
+            # Catches everything, because nobody would begin the thread again: from then on the
+            # engine would get no version, and no word of it.
+            except Exception as error:
+                self._tell(
+                    FeedError(
+                        "The feed can't be read, for a reason that lies in this process.",
+                        given=f"{type(error).__name__}: {error}",
+                        expected="a version, or an error of a feed",
+                        do="Report this; the feed is read again in a moment.",
                     )
                 )
             self.looks += 1

@@ -86,6 +86,10 @@ TEXT_TOKENS_AT_ONCE = 2048
 """Tokens whose keys are computed at once. With a large vocabulary each takes a few embeddings, in
 all 50 MB at a width of 4,096, which no profile sees.
 """
+MARK = (0x5EED, -1)
+"""Stands beside the heads: untrained ones may be all zeros, and so may memory be that was thrown
+away.
+"""
 MEMORY_LENGTHS = 16
 """The memory's texts have room for this many responses of full length."""
 
@@ -108,7 +112,8 @@ class MedusaProposer(Drafter):
 
     heads: MedusaHeads
     _core: DraftingCore
-    _slots: DraftSlots | None
+    _mark: torch.Tensor | None = None
+    _slots: DraftSlots | None = None
     _seats: Seats
     _sent_B: torch.Tensor | None = None
     _target: nn.Module
@@ -170,6 +175,7 @@ class MedusaProposer(Drafter):
         self._target = target_model
         self._watch(target_model)
         self._fingerprint = fingerprint(self.heads)
+        self._mark = torch.tensor(MARK, device=self.device)
         self._untrained = self.heads.untrained
         if self._untrained:
             logger.info(
@@ -247,14 +253,26 @@ class MedusaProposer(Drafter):
     def _use_vocabulary(self) -> None:
         """Draft from the draft vocabulary's tokens, or from all. The q kept so far is forgotten;
         its drafts then count as one-hot.
+
+        The table of q is kept while its size is right: it takes gigabytes, and a new one would not
+        lie in the memory that a sleeping engine gives away.
         """
         ids_W = self.draft_vocabulary.ids_W
+        width = self.heads.config.vocab_size if ids_W is None else len(ids_W)
+        slots = self._slots
+        if not self.sampled:
+            slots = None
+        elif slots is None or slots.width != width:
+            # On all ranks before anything is replaced: one of them may have no room.
+            slots = together("making room for q", lambda: self._new_slots(width))
         self._core.use_vocabulary(ids_W, self.draft_vocabulary.product)
-        self._slots = None
-        if self.sampled:
-            width = self.heads.config.vocab_size if ids_W is None else len(ids_W)
-            size = self.vllm_config.scheduler_config.max_num_seqs
-            self._slots = DraftSlots(size, self.num_speculative_tokens, width, self.device, ids_W)
+        if slots is not None:
+            slots.use(ids_W)
+        self._slots = slots
+
+    def _new_slots(self, width: int) -> DraftSlots:
+        size = self.vllm_config.scheduler_config.max_num_seqs
+        return DraftSlots(size, self.num_speculative_tokens, width, self.device)
 
     def _embedding(self) -> Any:
         return embedding_module(self._target) if self.heads.config.kind == "hydra" else None
@@ -698,6 +716,16 @@ class MedusaProposer(Drafter):
         heads.
         """
         self.heads.temperatures_K.fill_(1.0)
+        if self._mark is not None:
+            self._mark.copy_(torch.tensor(MARK, device=self.device))
+        if self._slots is not None:
+            self._slots.renew()
+        if self.stopping is not None:
+            self.stopping.renew()
+        saved = None if self._calibrating is None else self._calibrating.memory
+        for memory in (self.memory, saved):
+            if memory is not None:
+                memory.renew()
         if self._ring is not None:
             self._ring.renew()
         if self._unread is not None:
@@ -892,7 +920,9 @@ class MedusaProposer(Drafter):
 
         All ranks call this together and get the same answer.
         """
-        whole = fingerprint(self.heads) == self._fingerprint
+        # If memory is lost on one rank, all of them renew theirs: what they learned must agree.
+        marked = self._mark is None or tuple(self._mark.tolist()) == MARK
+        whole = agreed_by_all(marked and fingerprint(self.heads) == self._fingerprint)
         if not whole:
             self._renew()
         there = agreed_by_all(self.fed and whole)

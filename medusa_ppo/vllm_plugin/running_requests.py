@@ -68,6 +68,13 @@ class RunningRequests:
         self._p_SK = torch.zeros(slots, drafts + 1, device=device)
         self._coming: tuple[Sequence[str], sending.OnItsWay] | None = None
 
+    def renew(self) -> None:
+        """Restore what was on the device at the same addresses, after the memory was thrown away.
+        The last tokens of running requests are missing until they have written others.
+        """
+        self._tails_Sn.fill_(MISSING)
+        self._p_SK.zero_()
+
     def begin(self, admitted: Sequence[Admitted]) -> None:
         """Requests that enter or come back after a preemption, with what they have said so far."""
         self.take()

@@ -34,6 +34,12 @@ told = logging.getLogger("vllm.medusa_ppo")
 
 ASK_S = 0.02
 """Seconds between two checks whether the ranks have read new heads."""
+VERSION_S = 5.0
+"""Seconds between two questions whether the fed heads still serve. A loop may let the workers sleep
+without the core (`collective_rpc`), and a swap of its own may fail.
+"""
+MOST_FAULTS = 3
+"""Failures in a row, with no version loaded between them, after which feeding ends."""
 FEEDER = "medusa_feeder"
 """Attribute of vLLM's core that holds its `EngineFeeder`."""
 
@@ -42,7 +48,7 @@ class EngineFeeder:
     """Loads what a `FeedWatch` offers into one engine.
 
     Attributes:
-        woken: the engine has slept since the last check, so its heads may be gone.
+        woken: the engine has slept since the last check, so its heads may be gone: asked at once.
     """
 
     def __init__(self, core: Any) -> None:
@@ -50,29 +56,43 @@ class EngineFeeder:
         self._watch: FeedWatch | None = None
         self._coming: Fetched | None = None
         self._asked = 0.0
+        self._asks_at = 0.0
+        self._patience_s = VERSION_S
         self.woken = False
+        self._faults = 0
         try:
             answer = self._state(core)
             actor = FeedActor(heads=dict(answer["heads"]), sketch=str(answer["sketch"]))
             self._watch = FeedWatch(open_feed(os.environ[FEED]), actor)
-        except MedusaError as error:
-            logger.warning("This engine loads no heads from %s. %s", FEED, error)
+        # Catches everything, here and below: whatever is wrong with a feed must never end an
+        # engine, and nothing else catches what is raised between two steps.
+        except Exception as error:
+            logger.warning("This engine loads no heads from %s. %s", FEED, _in_words(error))
             return
         # For engines that are never shut down.
         weakref.finalize(core, self._watch.end)
 
     def between_steps(self, core: Any) -> None:
-        """Called after every step of the engine: load newly fetched heads, if there are any."""
+        """Called after every step of the engine: load newly fetched heads, if there are any. Raises
+        nothing.
+        """
         watch = self._watch
-        if watch is None or not (watch.offers or self.woken or self._coming):
+        if watch is None or not (watch.offers or self._coming or self._asks(watch)):
             return
+        try:
+            self._feed(core, watch)
+        except Exception as error:
+            self._failed(watch, error)
+
+    def _feed(self, core: Any, watch: FeedWatch) -> None:
         if core.is_sleeping():
             return
-        if self.woken:
+        if (serving := watch.serving) is not None and self._asks(watch):
             self.woken = False
-            if watch.serving is not None and self._state(core)["version"] < 0:
-                # A deep sleep has thrown the heads away.
-                self._load(core, watch, watch.serving)
+            # A deep sleep may have thrown the heads away. What fails is tried ever more rarely.
+            good = not self._lost(core) or self._load(core, watch, serving)
+            self._patience_s = VERSION_S if good else 2 * self._patience_s
+            self._asks_at = time.perf_counter() + self._patience_s
         if self._coming is None and (fetched := watch.take()) is not None:
             # Each rank reads it while the engine runs; it is loaded after a later step.
             self._coming = fetched
@@ -80,6 +100,37 @@ class EngineFeeder:
         if self._coming is not None and self._all_ready(core):
             fetched, self._coming = self._coming, None
             self._load(core, watch, fetched)
+
+    def _asks(self, watch: FeedWatch) -> bool:
+        """Whether it is time to ask if the fed heads still serve."""
+        if watch.serving is None:
+            return False
+        return self.woken or time.perf_counter() >= self._asks_at
+
+    def _failed(self, watch: FeedWatch, error: Exception) -> None:
+        """Take an error that no version explains. After a few in a row the engine is left alone:
+        each of them may have cost it a step's time, and its heads draft as before.
+        """
+        self._faults += 1
+        if self._coming is not None:
+            # A newer version may be better; this one is not tried again.
+            watch.took(self._coming, error)
+            self._coming = None
+        elif self._faults == 1:
+            logger.warning(
+                "Newer heads could not be loaded: %s. The engine keeps drafting as before.",
+                _in_words(error),
+            )
+        if self._faults >= MOST_FAULTS:
+            logger.warning(
+                "This engine loads no more heads from %s, after %d failures in a row: %s. Restart"
+                " the engine to feed it again.",
+                FEED,
+                self._faults,
+                _in_words(error),
+            )
+            self._watch = None
+            watch.end()
 
     def _all_ready(self, core: Any) -> bool:
         """Whether all ranks have read the new heads. Checked rarely, because it takes a call to the
@@ -104,34 +155,39 @@ class EngineFeeder:
     def _state(self, core: Any) -> dict[str, Any]:
         return first_of(core.collective_rpc("medusa_feed_state"))
 
-    def _load(self, core: Any, watch: FeedWatch, fetched: Fetched) -> None:
-        """Load heads into all ranks, or into none. If that fails after the old heads are gone, the
-        last ones are loaded again.
+    def _lost(self, core: Any) -> bool:
+        """Whether the heads of a rank are gone, or are not those of the others."""
+        answers = self._tell_ranks(core, "medusa_feed_version")
+        versions = {answer["version"] for answer in answers}
+        return len(versions) != 1 or min(versions) < 0
+
+    def _load(self, core: Any, watch: FeedWatch, fetched: Fetched) -> bool:
+        """Load heads into all ranks, or into none; whether they serve. If that fails after the old
+        heads are gone, the last ones are loaded again.
         """
         before = watch.serving
         began = time.perf_counter()
         fault = self._given(core, fetched)
         watch.took(fetched, fault)
         if fault is None:
+            self._faults = 0
             told.info(
                 "Heads version %d is serving; loading took %.0f ms.",
                 fetched.version,
                 1e3 * (time.perf_counter() - began),
             )
-        elif before is not None and before is not fetched and self._state(core)["version"] < 0:
+        elif before is not None and before is not fetched and self._lost(core):
             watch.took(before, self._given(core, before))
+        return fault is None
 
     def _given(self, core: Any, fetched: Fetched) -> Exception | None:
         """Load heads into all ranks. Returns the error if not all ranks have them, else None."""
-        arguments = (str(fetched.path), fetched.version, [fetched.checksum])
+        arguments = str(fetched.path), fetched.version, [fetched.checksum]
         try:
-            answers = core.collective_rpc("medusa_feed_heads", args=arguments)
-            first_of(answers)
-        # Catches everything: vLLM passes a worker's error on as a RuntimeError of its own. A feed
-        # must never end an engine; if the workers are gone, the next step reports it.
+            answers = self._tell_ranks(core, "medusa_feed_heads", *arguments)
+            versions = {answer["version"] for answer in answers}
         except Exception as error:
             return error
-        versions = {answer["version"] for answer in answers}
         if versions != {fetched.version}:
             return EngineError(
                 "The engine's ranks draft with different heads.",
@@ -140,6 +196,10 @@ class EngineFeeder:
                 do="Report this.",
             )
         return None
+
+
+def _in_words(error: Exception) -> str:
+    return str(error) if isinstance(error, MedusaError) else f"{type(error).__name__}: {error}"
 
 
 def with_feed_looked_at(original: Callable[..., None]) -> Callable[..., None]:

@@ -305,10 +305,17 @@ class HeldHeads(MedusaProposer):
 
     def _forget_pairs(self) -> None:
         super()._forget_pairs()
-        # A deep sleep throws it away.
-        self._serves.fill_(self._calibrating is None)
         if self._texts is not None and self._core.copier is not None:
             self._core.copier.write_again(self._texts)
+
+    @torch.inference_mode()
+    def _renew(self) -> None:
+        super()._renew()
+        self.running.renew()
+        self._last_tokens = None
+        # V2's tokens are counted on the device.
+        self.draft_vocabulary.forget_counts()
+        self._serves.fill_(self._calibrating is None)
 
     def step_ended(
         self, sampled_B: torch.Tensor, drafted: Sequence[int], scheduled_tokens: int

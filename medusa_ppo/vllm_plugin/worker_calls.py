@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, TypedDict
 
 from heads import errors
 from heads.errors import MedusaError
+
+logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "medusa_ppo.vllm_plugin.worker_extension.MedusaWorker"
 TRANSFER = "medusa_ppo"
@@ -55,20 +58,51 @@ def reports_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[
         try:
             return method(self, *args, **kwargs)
         except MedusaError as error:
-            texts = {
-                key: None if value is None else str(value)
-                for key, value in (("given", error.given), ("expected", error.expected))
-            }
-            return {
-                "error": {
-                    "kind": type(error).__name__,
-                    "problem": error.problem,
-                    "do": error.do,
-                    **texts,
-                }
-            }
+            return _as_data(error)
 
     return wrapped
+
+
+def always_answers(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Return any exception as data, for calls that a running engine makes by itself.
+
+    vLLM raises at the first rank that failed and leaves the other ranks' answers in their queues,
+    where its next call would take them for its own: that ends an engine of several ranks.
+    """
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        try:
+            return method(self, *args, **kwargs)
+        except MedusaError as error:
+            return _as_data(error)
+        except Exception as error:
+            logger.exception("%s failed; the engine goes on without it.", method.__name__)
+            return _as_data(
+                errors.EngineError(
+                    "A worker met an unexpected error.",
+                    given=f"{method.__name__}: {type(error).__name__}: {error}"[:1000],
+                    expected="none",
+                    do="Read the worker's log, which says where it was, and report this.",
+                )
+            )
+
+    return wrapped
+
+
+def _as_data(error: MedusaError) -> dict[str, Any]:
+    texts = {
+        key: None if value is None else str(value)
+        for key, value in (("given", error.given), ("expected", error.expected))
+    }
+    return {
+        "error": {
+            "kind": type(error).__name__,
+            "problem": error.problem,
+            "do": error.do,
+            **texts,
+        }
+    }
 
 
 def raise_reported(result: Any) -> dict[str, Any]:

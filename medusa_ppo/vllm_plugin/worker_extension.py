@@ -33,14 +33,14 @@ from medusa_ppo.vllm_plugin.confirm import read_state
 from medusa_ppo.vllm_plugin.cost_key import cost_key
 from medusa_ppo.vllm_plugin.drafter import drafter_of
 from medusa_ppo.vllm_plugin.patches import pack_tied_lm_head
-from medusa_ppo.vllm_plugin.rank_agreement import together
+from medusa_ppo.vllm_plugin.rank_agreement import agreed_by_all, together
 from medusa_ppo.vllm_plugin.registration import activate, require_active
 from medusa_ppo.vllm_plugin.second_set import begin_beside
 from medusa_ppo.vllm_plugin.speculation import feeds_itself
 from medusa_ppo.vllm_plugin.target_tables import lm_head_weight
 from medusa_ppo.vllm_plugin.transfer import read_entries
 from medusa_ppo.vllm_plugin.vllm_versions import vllm_version
-from medusa_ppo.vllm_plugin.worker_calls import Drafting, reports_errors
+from medusa_ppo.vllm_plugin.worker_calls import Drafting, always_answers, reports_errors
 
 logger = logging.getLogger(__name__)
 
@@ -90,19 +90,24 @@ class MedusaWorker:
             "seconds": time.perf_counter() - started,
         }
 
-    @reports_errors
+    @always_answers
     def medusa_feed_state(self) -> dict[str, Any]:
-        """What an engine that feeds itself needs: sizes of the heads, a sketch of the actor (empty
-        if its folder has no safetensors), and the version of the heads, -1 if they are gone.
+        """What an engine needs to know once to feed itself: sizes of the heads, and a sketch of the
+        actor (empty if its folder has no safetensors), which takes a part of a second.
         """
         drafter = self._medusa_require_drafter()
-        return {
-            "heads": drafter.heads.config.to_dict(),
-            "sketch": self._medusa_sketch(),
-            "version": drafter.held_version(),
-        }
+        return {"heads": drafter.heads.config.to_dict(), "sketch": self._medusa_sketch()}
 
-    @reports_errors
+    @always_answers
+    def medusa_feed_version(self) -> dict[str, Any]:
+        """Version of the heads that serve, as far as this rank knows; -1 if they are gone. It is
+        asked between two steps, so nothing is read: whatever loses heads looks at them itself
+        (`MedusaProposer.held_version`, called when the worker wakes up).
+        """
+        drafter = self._medusa_require_drafter()
+        return {"version": drafter.version if drafter.fed else -1}
+
+    @always_answers
     def medusa_feed_ahead(self, path: str, checked: list[Any]) -> dict[str, Any]:
         """Start preparing a feed's heads beside the engine's work; `medusa_feed_heads` loads
         them.
@@ -111,13 +116,13 @@ class MedusaWorker:
         self._medusa_ahead = path, begin_beside(drafter.ahead(path, Checked(*checked)))
         return {}
 
-    @reports_errors
+    @always_answers
     def medusa_feed_ready(self) -> dict[str, Any]:
         """Whether that has finished, with or without success."""
         ahead = self._medusa_ahead
         return {"ready": ahead is None or ahead[1].done()}
 
-    @reports_errors
+    @always_answers
     def medusa_feed_heads(self, path: str, version: int, checked: list[Any]) -> dict[str, Any]:
         """`medusa_swap_heads` from a feed. If these heads serve already, nothing is loaded and
         they keep their version: a loop that swapped them in knows them by its own number.
@@ -126,7 +131,8 @@ class MedusaWorker:
         drafter = self._medusa_require_drafter()
         ahead = self._medusa_ahead
         self._medusa_ahead = None
-        if not (drafter.fed and drafter.heads_checksum == checked[0]):
+        # After an error on one rank they may differ; a swap is a meeting of all of them.
+        if not agreed_by_all(drafter.fed and drafter.heads_checksum == checked[0]):
             ready = None
             if ahead is not None and ahead[0] == path:
                 ready = partial(drafter.made_beside, ahead[1], path, Checked(*checked))
@@ -377,21 +383,25 @@ class MedusaWorker:
         return [name for name in given if not (tied and name == LM_HEAD_KEY)]
 
     def _medusa_sketch(self) -> str:
-        """`actor_sketch` of the model folder's lm_head."""
+        """`actor_sketch` of the model folder's lm_head; empty if it can't be read."""
         folder = self._medusa_model_folder()
         if folder is None:
             return ""
         try:
-            name, _ = table_names(folder)
+            return _sketch_of(folder)
         except ModelError:  # Not a causal LM of transformers; vLLM serves other models too.
             return ""
-        for path in table_files(str(folder), (name, name)):
-            with safe_open(path, "pt") as file:
-                if name in set(file.keys()):
-                    table = file.get_slice(name)
-                    rows = sketch_rows(table.get_shape()[0])
-                    return actor_sketch(torch.cat([table[row : row + 1] for row in rows]))
-        return ""
+        # Of what transformers and safetensors raise for a folder that vLLM could load, nothing may
+        # end the engine: for example a file of git-lfs that was never fetched, beside the weights.
+        except Exception as error:
+            logger.warning(
+                "The lm_head of %s can't be read, so heads of a feed are compared with this actor"
+                " by their sizes alone. %s: %s",
+                folder,
+                type(error).__name__,
+                error,
+            )
+            return ""
 
     def _medusa_model_folder(self) -> Path | None:
         """The folder that vLLM loaded; for a hub name, the one in the hub's cache."""
@@ -448,6 +458,18 @@ class MedusaWorker:
                 )
 
         together("serving the new lm_head", compare)
+
+
+def _sketch_of(folder: Path) -> str:
+    """`actor_sketch` of the folder's lm_head; empty if its safetensors have none."""
+    name, _ = table_names(folder)
+    for path in table_files(str(folder), (name, name)):
+        with safe_open(path, "pt") as file:
+            if name in set(file.keys()):
+                table = file.get_slice(name)
+                rows = sketch_rows(table.get_shape()[0])
+                return actor_sketch(torch.cat([table[row : row + 1] for row in rows]))
+    return ""
 
 
 def _alike(given: tuple[str, tuple[int, ...]], expected: tuple[str, tuple[int, ...]]) -> bool:

@@ -31,7 +31,7 @@ from medusa_ppo.feeds.feed_manifest import MANIFEST, FeedActor, FeedVersion, Rel
 from medusa_ppo.feeds.feed_server import FeedServer
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.feeds.http_feed import FEED_TOKEN, open_feed
-from medusa_ppo.vllm_plugin import feed_watch, installation, self_feeding
+from medusa_ppo.vllm_plugin import feed_watch, installation, self_feeding, v1_runner
 from medusa_ppo.vllm_plugin.confirm import fixed_inputs, fixed_sampling
 from medusa_ppo.vllm_plugin.feed_watch import FeedWatch
 from medusa_ppo.vllm_plugin.second_set import THREAD, SecondSet
@@ -125,6 +125,7 @@ def publisher(actor: Actor, tmp_path: Path) -> Publisher:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_watch, "LOOK_S", 0.01)
     monkeypatch.setattr(self_feeding, "ASK_S", 0.0)
+    monkeypatch.setattr(self_feeding, "VERSION_S", 0.0)
 
 
 @pytest.fixture
@@ -386,21 +387,40 @@ def test_rollouts_name_the_version_of_the_feed_and_a_swap_keeps_its_own(
 
 
 @cpu_alone
+@pytest.mark.parametrize("how", ["the core sleeps", "its workers sleep", "a swap fails"])
 def test_heads_that_were_thrown_away_are_loaded_again(
     engine: ColocatedEngine,
     actor: Actor,
     publisher: Publisher,
     feeding: Callable[[str], FeedWatch],
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
 ) -> None:
+    """By whichever call of vLLM: some loops let the workers sleep without telling the core."""
     newest = publisher.publish(1)
     watch = feeding(str(publisher.folder))
     take_newest(engine, actor, watch, 1)
     core = core_of(engine)
-    drafter = core.model_executor.driver_worker.worker.model_runner.drafter
+    worker = core.model_executor.driver_worker.worker
+    drafter = worker.model_runner.drafter
+    # The CPU's worker does not sleep, and is not looked at by our hook.
+    kind = type(worker)
+    monkeypatch.setattr(kind, "wake_up", v1_runner.with_heads_looked_at(kind.wake_up))
+    if how == "the core sleeps":
+        # As long as it takes the core, the rest of its question is not due.
+        monkeypatch.setattr(self_feeding, "VERSION_S", 1e9)
+        getattr(core, FEEDER)._asks_at = float("inf")
+        core.sleep(2)
     with torch.no_grad():
         for parameter in drafter.heads.parameters():
             parameter.zero_()
-    core.wake_up()
+    if how == "the core sleeps":
+        core.wake_up()
+    elif how == "its workers sleep":
+        core.collective_rpc("wake_up")
+    else:
+        drafter.fed = False
+    assert not drafter.fed
     engine.generate(actor.prompts[:1], GREEDY)
     assert engine.checksums()["heads"] == newest.checksum and drafter.held_version() == 1
 

@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import ray
 import torch
-from ray.exceptions import RayActorError
+from ray.exceptions import RayActorError, RaySystemError
 from typer.testing import CliRunner
 
 from heads.checkpoint import checksum, load_state
@@ -184,6 +186,18 @@ def test_a_feed_that_ends_is_away_and_may_come_again(feed: RayFeed, tmp_path: Pa
         feed.manifest()
     assert feed.manifest() is None
     assert feed.publish(tmp_path / "state", release(7)).version == 7
+
+
+def test_a_call_that_ray_does_not_take_is_an_error_of_a_feed(feed: RayFeed) -> None:
+    """Not only answers fail: `.remote()` raises where this process has lost its Ray."""
+
+    def broken(*_: Any) -> Any:
+        raise RaySystemError("the core worker has been shut down")
+
+    feed._actor = SimpleNamespace(read=SimpleNamespace(remote=broken))
+    with pytest.raises(FeedError, match=r"(?s)does not answer.*shut down"):
+        feed.manifest()
+    assert feed.manifest() is None, "the actor is looked up again, and nothing was published"
 
 
 def test_people_list_and_forget_it(feed: RayFeed, tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from heads.errors import SwapError
 from medusa_ppo.feeds.folder_feed import FolderFeed
+from medusa_ppo.runtime import files
 from medusa_ppo.vllm_plugin import feed_watch
 from medusa_ppo.vllm_plugin.feed_watch import FeedWatch, Fetched
 from tests.medusa_ppo.feeds.conftest import actor, heads_file, release
@@ -65,6 +67,26 @@ def test_the_newest_is_offered_once_and_its_files_go_with_the_watch(
     assert not folder.exists()
 
 
+def test_what_a_killed_engine_left_in_shared_memory_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shm"
+    shared.mkdir()
+    monkeypatch.setattr(files, "SHARED_MEMORY", shared)
+    # Nobody holds the lock of a dead owner.
+    left = shared / "medusa-ppo-feed-of-the-dead"
+    left.mkdir()
+    (left / files.LOCK).touch()
+    (left / "heads-1").write_bytes(bytes(1000))
+    living = FeedWatch(FolderFeed(tmp_path / "feed"), actor())
+    assert not left.exists()
+    other = FeedWatch(FolderFeed(tmp_path / "feed"), actor())
+    assert living._folder.path.parent == shared and living._folder.path.is_dir()
+    for watch in (living, other):
+        watch.close()
+    assert not list(shared.iterdir())
+
+
 def test_a_file_that_was_away_is_asked_for_again(
     watch: FeedWatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -79,6 +101,31 @@ def test_a_file_that_was_away_is_asked_for_again(
     (tmp_path / "away").rename(file)
     assert taken(again).version == 1
     again.close()
+
+
+def test_an_error_of_any_kind_does_not_end_the_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As safetensors, Ray or a proxy raise them; it is told once, and the version still comes."""
+    monkeypatch.setattr(feed_watch, "LOOK_S", 0.01)
+    verify = feed_watch.verify
+    asked: list[Any] = []
+
+    def failing(*args: Any) -> Path:
+        asked.append(args)
+        if len(asked) <= 2:
+            raise RuntimeError("can't start new thread")
+        return verify(*args)
+
+    monkeypatch.setattr(feed_watch, "verify", failing)
+    publish(tmp_path, 1)
+    with caplog.at_level(logging.WARNING, logger="medusa_ppo"):
+        watch = FeedWatch(FolderFeed(tmp_path / "feed"), actor())
+        until(lambda: watch.offers or not watch._thread.is_alive())
+        assert watch.offers and taken(watch).version == 1
+        watch.close()
+    (record,) = caplog.records
+    assert "can't start new thread" in record.getMessage()
 
 
 def test_what_was_bad_or_refused_is_not_asked_for_again(watch: FeedWatch, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from medusa_ppo.drafting import sending, verify
 from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.drafting.products import DraftVocabulary
-from medusa_ppo.drafting.slots import Seating
+from medusa_ppo.drafting.slots import DraftSlots, Seating
 from medusa_ppo.vllm_plugin import patches, v1_runner
 from medusa_ppo.vllm_plugin.proposer import MedusaProposer
 from tests.medusa_ppo.drafting.test_host_reads import Indexing, NoCopies
@@ -69,6 +69,7 @@ def proposer(context: int, copy_parts: int) -> tuple[MedusaProposer, torch.devic
         heads, lambda rows: F.linear(rows, lm_head_VD), lambda ids: F.embedding(ids, table_VD)
     )
     made._seating = Seating(SIZE, device)
+    made._slots = DraftSlots(SIZE, K, V, device)
     made._use_vocabulary()
     made._make_ring()
     return made, device

@@ -30,14 +30,20 @@ from medusa_ppo.drafting.slots import DraftSlots, Seating
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.verify import DraftRows, Rule, verify_rows
 from medusa_ppo.vllm_plugin import rank_agreement, v1_runner
+from medusa_ppo.vllm_plugin.calibrating import Calibrating
 from medusa_ppo.vllm_plugin.confirm import fingerprint
-from medusa_ppo.vllm_plugin.proposer import MedusaProposer
+from medusa_ppo.vllm_plugin.proposer import MARK, MedusaProposer
 from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
 D, V, K, PAIRS = 8, 10, 2, 4
 CPU = torch.device("cpu")
 MANY = 30_000
 MOST_TOKENS = 64
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
 
 class ProposerStep:
@@ -88,6 +94,7 @@ class ProposerStep:
         proposer._seating = Seating(size, device)
         proposer.chooser = DraftChooser(K)
         proposer._fingerprint = fingerprint(heads)
+        proposer._slots = DraftSlots(size, K, V, device)
         proposer._use_vocabulary()
         proposer._make_ring()
         self.proposer = proposer
@@ -636,13 +643,11 @@ def test_a_deep_sleep_leaves_nothing_behind(
     copy_parts: int,
     draft_vocab: int,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """vLLM throws away all that was allocated while heads were loaded, and brings nobody's tensors
     back but those of modules: the ring's own numbers were gone for good, and what stood in the
     places that no request has written yet was NaN behind a mask, which is NaN.
     """
-    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     # A request that has fewer tokens than a context has pairs reads places that nobody wrote.
     scene = Contexts(device, [2, 5], copy_parts=copy_parts)
     step = scene.step
@@ -656,6 +661,8 @@ def test_a_deep_sleep_leaves_nothing_behind(
     vocabulary = proposer.draft_vocabulary
     on_the_host = vocabulary._counts_V, vocabulary._chosen_W, proposer._seating
     spared = (step, step.lm_head_VD, step.table_VD, *on_the_host)
+    q_before = proposer._slots
+    address = q_before.cumulative_KRX.data_ptr()
     lost = tensors_of(proposer, spared)
     assert len(lost) > 20
     throw_away(lost)
@@ -666,12 +673,161 @@ def test_a_deep_sleep_leaves_nothing_behind(
     left = tensors_of(proposer, (*spared, proposer._slots._scratch_2RW))
     kept = [tensor for tensor in left if tensor.is_floating_point()]
     assert not [t.shape for t in kept if not bool(t.isfinite().all())]
+    slots = proposer._slots
+    assert slots is q_before and slots.cumulative_KRX.data_ptr() == address
+    new = DraftSlots(slots.size, K, slots.width, device, slots.ids_W)
+    constants = tensors_of(slots, (slots._scratch_2RW, slots._views))
+    for here, there in zip(constants, tensors_of(new, (new._scratch_2RW,)), strict=True):
+        assert here.dtype == there.dtype and torch.equal(here, there)
     if draft_vocab:
         return  # What is drafted is not the whole vocabulary's, which `check` compares with.
     scene.run({"0": 1, "1": 1}, drafted=0)
     scene.run({"0": 2, "1": 3})
     scene.run({"0": 1, "1": 1}, wanted=0)
     scene.run({"0": 3, "1": 1})
+
+
+@pytest.mark.parametrize("draft_vocab", [0, V - 2])
+def test_the_table_of_q_stays_where_it_is_and_forgets(
+    device: torch.device, draft_vocab: int, tmp_path: Path
+) -> None:
+    """It takes gigabytes with a large vocabulary: a second one would find no room, or lie outside
+    what a sleeping engine gives away.
+    """
+    step = ProposerStep(3, device=device)
+    proposer = step.proposer
+    if draft_vocab:
+        proposer.draft_vocabulary = DraftVocabulary(draft_vocab, V)
+        proposer.draft_vocabulary.observe([list(range(V - 2)) * 8 * V])
+        proposer._refresh_vocabulary()
+    slots = proposer._slots
+    assert slots.width == (draft_vocab or V)
+    names = "cumulative_KRX", "columns_KR", "stamps_R", "rows_S", "_scratch_2RW", "_numbers_R"
+    addresses = [getattr(slots, name).data_ptr() for name in names]
+    keys = list(step.live)
+    save_state(tmp_path / "heads", proposer.heads.trainable_state())
+
+    def others() -> None:
+        # Other tokens, as many.
+        proposer.draft_vocabulary.observe([list(range(2, V)) * 64 * V])
+        proposer.target_changed()
+        if draft_vocab:
+            assert slots.columns_V(V).tolist() == [-1, -1, *range(V - 2)]
+            assert slots.ids_W is proposer._core.ids_W
+
+    def swap() -> None:
+        proposer.swap(str(tmp_path / "heads"), 3)
+
+    for place, change in enumerate((proposer.target_changed, swap, others)):
+        step.propose(keys, 7 + place)
+        assert bool((slots.stamps_R >= 0).any())
+        slots.columns_V(V)
+        change()
+        assert proposer._slots is slots and not bool((slots.stamps_R >= 0).any())
+        assert [getattr(slots, name).data_ptr() for name in names] == addresses
+    proposer.draft_vocabulary = DraftVocabulary(0, V)
+    proposer._refresh_vocabulary()
+    assert (proposer._slots is slots) == (not draft_vocab) and proposer._slots.width == V
+
+
+def with_a_memory(device: torch.device) -> ProposerStep:
+    """Seeded requests of a proposer that remembers a response and ends runs early."""
+    step = ProposerStep(3, [5, 6, 7], device=device)
+    step.lm_head_VD /= 4  # Flat enough for any token.
+    for state in step.live.values():
+        state.output_token_ids = [2, 3]
+    step.proposer.memory = step.proposer._new_memory(10**6)
+    step.proposer.memory.store.remember(prompt_key([1]), [2, 3, 4, 5, 3, 6])
+    step.proposer.stopping = Stopping(0.3, 3, K, device)
+    return step
+
+
+def drafted_with_a_memory(step: ProposerStep) -> list[list[int]]:
+    """Two steps' drafts, the second of which learns from those of the first."""
+    proposer = step.proposer
+    keys = list(step.live)
+    many = len(keys)
+    step.seat(keys, 7)
+    proposer.before_step([[3]] * many, [0] * many, many, step.hidden_1D.expand(many, D))
+    drafts = step.propose(keys, 7)
+    counts = [len(ids) for ids in drafts]
+    flat_T = torch.tensor([token for ids in drafts for token in ids], device=step.device)
+    rows_T = torch.arange(len(flat_T), device=step.device)
+    logits_TV = targets()[0].log().to(step.device).expand(len(flat_T), V)
+    temperature_B = torch.ones(many, device=step.device)
+    with torch.inference_mode():
+        proposer.memory.judge(logits_TV, rows_T, flat_T, counts, temperature_B)
+        step.seat(keys, 8)
+        proposer.before_step([[4, 4]] * many, counts, many, step.hidden_1D.expand(many, D))
+    more = step.propose(keys, 8)
+    for rows_B in proposer._slots.rows_S[proposer._seats.slots_B].split(1):
+        for k in range(K):
+            q_W = proposer._slots.q(rows_B, torch.full_like(rows_B, k))[0]
+            assert bool((q_W >= 0).all()) and float(q_W.sum()) == pytest.approx(1.0, abs=1e-5)
+    return [*drafts, *more]
+
+
+@pytest.mark.parametrize("calibrating", [False, True])
+def test_a_deep_sleep_leaves_memory_and_early_ends_as_new(
+    device: torch.device, calibrating: bool, tmp_path: Path
+) -> None:
+    """Both were made while the heads were loaded, and nobody wrote their tables again: drafts were
+    drawn with a NaN, or a negative q, from then on. Compared with new ones: what is zero where it
+    should not be is finite, too.
+    """
+    expected = drafted_with_a_memory(with_a_memory(device))
+    step = with_a_memory(device)
+    proposer = step.proposer
+    assert drafted_with_a_memory(step) == expected
+    learned = [proposer.memory, proposer.stopping]
+    if calibrating:
+        proposer._calibrating = Calibrating.begin(K, proposer.memory, device)
+        proposer.memory = proposer._new_memory(10**6)
+        learned.append(proposer.memory)
+    save_state(tmp_path / "heads", proposer.heads.trainable_state())
+    # Made in a step, not while the heads were loaded.
+    later = proposer._seating, proposer._seats, proposer._came, proposer._sent_B
+    on_the_host: list[Any] = [proposer.draft_vocabulary._counts_V, *later]
+    if calibrating:
+        on_the_host.append(proposer._calibrating.random_states)
+    throw_away(tensors_of(proposer, (step, step.lm_head_VD, step.table_VD, *on_the_host)))
+    assert proposer.held_version() == -1
+    fresh = proposer._new_memory(10**6), Stopping(0.3, 3, K, device)
+    for held in learned:
+        new = fresh[1] if isinstance(held, Stopping) else fresh[0]
+        constants = tensors_of(held)
+        assert len(constants) >= 6
+        for here, there in zip(constants, tensors_of(new), strict=True):
+            assert here.dtype == there.dtype and torch.equal(here, there)
+    if calibrating:
+        proposer.memory, proposer._calibrating = proposer._calibrating.memory, None
+    assert proposer.memory is learned[0] and proposer.memory.store.rows(), "it is on the host"
+    proposer.target_changed()
+    proposer.swap(str(tmp_path / "heads"), 3)
+    proposer.memory.store.version = 0
+    assert drafted_with_a_memory(step) == expected
+
+
+def test_untrained_heads_whose_memory_came_back_as_zeros_are_lost(device: torch.device) -> None:
+    """They are zeros themselves, and everything beside them is not: early ends, for example, then
+    ended every run for good.
+    """
+    step = ProposerStep(3, device=device)
+    proposer = step.proposer
+    for parameter in proposer.heads.parameters():
+        parameter.zero_()
+    proposer._fingerprint = fingerprint(proposer.heads)
+    proposer._mark = torch.tensor(MARK, device=device)
+    proposer.stopping = Stopping(0.3, 3, K, device)
+    assert proposer.held_version() == 0
+    for tensor in (proposer._mark, *tensors_of(proposer.stopping)):
+        tensor.zero_()
+    assert proposer.held_version() == -1 and not proposer.fed
+    new = tensors_of(Stopping(0.3, 3, K, device))
+    for here, there in zip(tensors_of(proposer.stopping), new, strict=True):
+        assert torch.equal(here, there)
+    proposer.fed = True
+    assert proposer.held_version() == 0, "what was renewed is not lost again"
 
 
 def test_heads_with_a_context_need_its_pairs(device: torch.device) -> None:

@@ -21,6 +21,7 @@ from heads.errors import MedusaError, SwapError
 
 pytest.importorskip("vllm")
 
+from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.vllm_plugin import confirm, rank_agreement, worker_extension
 from medusa_ppo.vllm_plugin.second_set import SecondSet, begin_beside
 from medusa_ppo.vllm_plugin.worker_calls import raise_reported
@@ -147,6 +148,27 @@ def test_a_second_set_that_is_wrong_on_one_rank_is_taken_by_none(
     monkeypatch.setattr(SecondSet, "fault", fault)
     for found in ranks.run(swapping(ranks, tmp_path / "heads", "late")):
         assert isinstance(found, SwapError) and "do not draft as they should" in str(found)
+
+
+def test_a_table_of_q_that_one_rank_has_no_room_for_replaces_none(
+    ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from medusa_ppo.vllm_plugin import proposer
+
+    monkeypatch.setattr(proposer, "DraftSlots", ranks.failing(DraftSlots, NO_ROOM))
+    proposers = [ProposerStep(2).proposer for _ in range(RANKS)]
+    before = [mine._slots for mine in proposers]
+
+    def work(rank: int) -> None:
+        vocabulary = proposers[rank].draft_vocabulary
+        vocabulary.ids_W, vocabulary.product = torch.arange(3), lambda rows: rows[:, :3]
+        proposers[rank]._use_vocabulary()
+
+    first, second = ranks.run(work)
+    assert isinstance(first, SwapError) and "making room" in str(first)
+    assert second is NO_ROOM
+    assert [mine._slots for mine in proposers] == before
+    assert [mine._core.ids_W for mine in proposers] == [None] * RANKS
 
 
 def syncing(ranks: TwoRanks, path: Path) -> Callable[[int], Any]:

@@ -18,12 +18,14 @@ pytest.importorskip("vllm.v1.worker.gpu.model_runner")
 from medusa_ppo.drafting import q_rows, sending
 from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.drafting.core import DraftingCore
+from medusa_ppo.drafting.memory import prompt_key
 from medusa_ppo.drafting.noise import keys_of
 from medusa_ppo.drafting.q_rows import VerifiedRows
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.texts import Copier, TextRing
 from medusa_ppo.vllm_plugin import rank_agreement
+from medusa_ppo.vllm_plugin.confirm import fingerprint
 from medusa_ppo.vllm_plugin.cost_key import cost_key
 from medusa_ppo.vllm_plugin.running_requests import Admitted
 from medusa_ppo.vllm_plugin.speculator import (
@@ -34,8 +36,14 @@ from medusa_ppo.vllm_plugin.speculator import (
     with_as_many_drafts,
     with_q_as_it_is_read,
 )
+from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
 D, V, K, B, SLOTS = 8, 1 << 14, 2, 3, 5
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
 
 class Step:
@@ -275,7 +283,6 @@ def test_as_many_rows_are_verified_at_a_time_as_the_table_may_have() -> None:
 
 def test_the_number_of_drafts_is_chosen_and_learned_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a step sampled is known one step later; seconds and drafts are those of that step."""
-    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     step = Step()
     drafter = step.speculator.drafter
     drafter.choose = True
@@ -374,6 +381,54 @@ def test_runs_end_early_by_request() -> None:
     assert [len(ids) for ids in taken] == lengths
     step.propose(dummy_run=True)
     assert speculator.lengths_B.tolist() == lengths
+
+
+def test_a_deep_sleep_leaves_what_v2_learned_as_new() -> None:
+    """Beside the memory and early ends these are the last tokens of requests, the chances of their
+    drafts, and the counts of a draft vocabulary, which V2 has on the device.
+    """
+
+    def serving() -> Step:
+        step = Step()
+        drafter = step.speculator.drafter
+        drafter.draft_vocabulary = drafter._new_vocabulary(V // 2)
+        drafter.memory = drafter._new_memory(10**6)
+        drafter.memory.store.remember(prompt_key([1, 2]), [3, 4, 5, 6])
+        drafter.stopping = Stopping(0.3, SLOTS, K, drafter.device)
+        drafter._fingerprint, drafter.version = fingerprint(drafter.heads), 0
+        return step
+
+    asked = SimpleNamespace(
+        seed=None, structured_outputs=None, ignore_eos=True, all_stop_token_ids=set()
+    )
+
+    def drafted(step: Step) -> list[list[int]]:
+        slots = [int(slot) for slot in step.batch.idx_mapping]
+        keys = step.batch.req_ids
+        step.speculator.drafter.admit(
+            [
+                Admitted(key, slot, [1, 2], [1, 2, 3], asked)
+                for slot, key in zip(slots, keys, strict=True)
+            ]
+        )
+        return [step.propose().tolist() for _ in range(2)][1]
+
+    step, fresh = serving(), serving()
+    drafter, other = step.speculator.drafter, fresh.speculator.drafter
+    drafted(step)
+    lost = [drafter.memory, drafter.stopping, drafter.running, drafter._serves]
+    coming = drafter.running._coming  # On its way to the host.
+    throw_away([*tensors_of(lost, (coming,)), drafter.draft_vocabulary._counts_V])
+    drafter._fingerprint = []
+    assert drafter.held_version() == -1 and not drafter.fed
+    new = [other.memory, other.stopping, other.running, other._serves]
+    for here, there in zip(tensors_of(lost, (coming,)), tensors_of(new), strict=True):
+        assert here.dtype == there.dtype and torch.equal(here, there)
+    counts_V = drafter.draft_vocabulary._counts_V
+    assert not counts_V.any() and not drafter.draft_vocabulary.due
+    # What a swap does, whose file and check have tests of their own.
+    drafter.fed, drafter._fingerprint = True, other._fingerprint
+    assert drafted(step) == drafted(fresh)
 
 
 @pytest.mark.parametrize("requests", [1, 3])
