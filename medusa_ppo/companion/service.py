@@ -336,7 +336,6 @@ class CompanionService:
                     self._publish()
                 # After every batch, so that a feed that was unavailable gets what it missed.
                 self._tried("The new heads could not be put into the feed", self._feed_newest)
-                self._rest()
             except Exception as error:
                 # One bad batch must not end the companion; the status reports it, and the next one
                 # comes.
@@ -348,6 +347,8 @@ class CompanionService:
                 )
                 self._error = f"{type(error).__name__}: {error}"
             finally:
+                # Here, where the error and what its frames hold are gone.
+                self._rest_anyway()
                 took_s = time.monotonic() - self._busy_since - self._pace.take_waited_s()
                 self._leave_out_turn()
                 self._train_s, self._worked_s = (
@@ -466,6 +467,18 @@ class CompanionService:
             self._cycle.move_to(HOST)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _rest_anyway(self) -> None:
+        """`_rest`, also after a batch that failed: what ran out of memory must not keep the loop's.
+        An error is told unless the batch has told one.
+        """
+        try:
+            self._rest()
+        except Exception as error:
+            if _ends_process(error):
+                self._start_again(f"{type(error).__name__}: {error}")
+            logger.exception("The companion could not leave its device.")
+            self._error = self._error or f"{type(error).__name__}: {error}"
 
     def _publish(self) -> None:
         """Write the serving heads: to a file in shared memory, which the engine swaps in, and as a
