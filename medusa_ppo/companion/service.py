@@ -139,7 +139,10 @@ class CompanionService:
         self._loop_waits = False
         # The process's and the machine's counts at the last look, while the loop waits for a turn.
         self._turn_since: tuple[float, float] | None = None
-        self._beat = 0.0  # When the training thread last made progress.
+        # Whether the training thread trains, judges or moves its tensors, and when it last made
+        # progress with that.
+        self._computes = False
+        self._beat = 0.0
         self._error = ""  # What failed with the last batch.
         self._note = self._found = (
             # Why the last batch was of no use although nothing failed, or what was wrong at the
@@ -200,8 +203,8 @@ class CompanionService:
         published = self._published
         if published is not None and published.version <= after_version:
             published = None
-        waits = self._busy_since is None or self._waits_since is not None
-        stuck_s = 0.0 if waits else time.monotonic() - self._beat
+        computes = self._computes and self._waits_since is None
+        stuck_s = time.monotonic() - self._beat if computes else 0.0
         # In this order: at worst, what a later batch has added is reported with an older number.
         counted = self._counted
         draft_ids = self._cycle.draft_ids
@@ -316,12 +319,12 @@ class CompanionService:
 
     def _run(self) -> None:
         while (batch := self._queue.get()) is not None:
-            self._busy_since = self._beat = time.monotonic()
+            self._busy_since = time.monotonic()
             self._cpu_since_s = time.process_time()
             self._wanted_since_s = cores_wanted_s()
             self._turn_since = None
             try:
-                with self._state_lock:
+                with self._state_lock, self._computing():
                     if self._config.offload:
                         self._cycle.move_to(self._device)
                     report = self._learn(batch)
@@ -373,6 +376,19 @@ class CompanionService:
         had_s = cpu_s - self._cpu_since_s
         wanted_s -= self._wanted_since_s
         return had_s if math.isnan(wanted_s) else min(had_s, max(0.0, wanted_s))
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Inside, this thread hangs if it makes no progress. Outside it waits for a batch or for
+        its state, or writes files, which takes as long as the disk does: minutes for the state of
+        a large actor's heads. Whoever ended it there would lose the version that it has made.
+        """
+        self._beat = time.monotonic()
+        self._computes = True
+        try:
+            yield
+        finally:
+            self._computes = False
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -463,7 +479,7 @@ class CompanionService:
         """Leave the GPU to others while no batch waits; everything on it moves to host memory."""
         if not self._config.offload or len(self._queue):
             return
-        with self._state_lock:
+        with self._state_lock, self._computing():
             self._cycle.move_to(HOST)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
