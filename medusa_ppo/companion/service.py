@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from heads.tensorfile import crc
 from medusa_ppo.companion.batch_queue import BatchQueue
 from medusa_ppo.companion.cycle import Cycle, CycleReport
 from medusa_ppo.companion.giving_way import Pace
+from medusa_ppo.companion.parts_wire import with_logprobs
 from medusa_ppo.companion.wire import (
     Answer,
     PackedTensor,
@@ -77,12 +78,14 @@ EXIT_CODE = 70  # Exit code of a process that ends itself to be restarted.
 @dataclass(frozen=True)
 class QueuedBatch:
     """A batch in the queue; packed, the tables of its actor or the rows of them that it needs
-    (None: the initial tables); and its number by the client's count.
+    (None: the initial tables); its number by the client's count; and the rows whose log-probs are
+    missing (`rows_without_logprobs`).
     """
 
     batch: RolloutBatch
     tables: Any
     number: int = 0
+    missing: Sequence[tuple[int, int]] = ()
 
     @property
     def nbytes(self) -> int:
@@ -158,11 +161,6 @@ class CompanionService:
     # ---- called by the client
 
     @property
-    def device(self) -> torch.device:
-        """The device that it trains on."""
-        return self._device
-
-    @property
     def behind(self) -> bool:
         """Whether a batch waits behind the one in training."""
         return self._busy_since is not None and len(self._queue) > 0
@@ -175,7 +173,13 @@ class CompanionService:
         """Whether it sees when the loop needs the cores: not on another node."""
         return self._hears_loop
 
-    def submit(self, packed: Any, tables: Any = None, number: int = 0) -> int:
+    def submit(
+        self,
+        packed: Any,
+        tables: Any = None,
+        number: int = 0,
+        missing: Sequence[tuple[int, int]] = (),
+    ) -> int:
         """Queue a batch. Never blocks; the oldest waiting batches are dropped if they are too old
         or take too many bytes (including the next one).
 
@@ -184,12 +188,14 @@ class CompanionService:
             tables: tables of the actor that gave the batch's states, packed: both whole, or the
                 `TableRows` that it needs; None: unchanged.
             number: number of the batch by the caller's count.
+            missing: rows whose log-probs are missing (`rows_without_logprobs`). They are computed
+                before the batch is trained on, and need all of its actor's lm_head.
 
         Returns:
             Bytes of the batches that wait or are in training now.
         """
         self._tables = tables or self._tables
-        return self._enqueue(QueuedBatch(unpack(packed), self._tables, number))
+        return self._enqueue(QueuedBatch(unpack(packed), self._tables, number, missing))
 
     def _enqueue(self, batch: Any) -> int:
         with self._idle:
@@ -459,7 +465,11 @@ class CompanionService:
                 self._wait_for_a_core()
         self._begin_piece()
         self._use_threads()
-        return self._cycle.run(batch.batch)
+        # Here the table is on the device already, and nobody waits for the result.
+        trainer = self._cycle.trainer
+        return self._cycle.run(
+            with_logprobs(batch.batch, batch.missing, trainer.lm_head_VD, trainer.give_way)
+        )
 
     def _use_threads(self) -> None:
         """Compute on all cores while the loop waits, and otherwise on this companion's part."""

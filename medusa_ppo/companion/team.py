@@ -160,10 +160,17 @@ class Leader(CompanionService):
         with self._state_lock:
             self._assemble()
 
-    def submit(self, batch: HandedBatch, tables: Any = None, number: int = 0) -> int:
+    def submit(
+        self,
+        batch: HandedBatch,
+        tables: Any = None,
+        number: int = 0,
+        missing: Sequence[tuple[int, int]] = (),
+    ) -> int:
         """As `CompanionService.submit`; batch and tables stay in Ray's store until they are trained
-        on.
+        on. No log-probs are missing: only a desk gets batches without, and it has one worker.
         """
+        assert not missing, "a desk has a companion of one worker"
         return self._enqueue(batch)
 
     def status(self) -> CompanionStatus:

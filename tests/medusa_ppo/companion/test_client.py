@@ -405,8 +405,8 @@ def test_a_stuck_companion_is_started_again(
 def test_a_companion_that_writes_for_long_is_not_ended_and_its_version_arrives(
     chain, client_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The state of a large actor's heads takes minutes. What is mocked: the clock, the disk, and the
-    calls to the companion's process, which go to a service in this one.
+    """The state of a large actor's heads takes minutes. What is mocked: the clock, the disk, and
+    the calls to the companion's process, which go to a service in this one.
     """
     task = chain()
     client = client_of(task)
