@@ -240,12 +240,14 @@ class CompanionService:
         training continues from them, after this batch.
         """
         with self._state_lock:
-            cycle = self._cycle
-            cycle.adopt(max(version, cycle.version), unpack(state))
-            cycle.trainer.reset_to(cycle.serving.trainable_state(), moments=False)
+            self._go_on_from(version, state)
             # Never judged against the engine's heads.
             self._published = None
             self._follows = version
+
+    def _go_on_from(self, version: int, state: dict[str, PackedTensor]) -> None:
+        """`Cycle.go_on_from` in all processes that learn."""
+        self._cycle.go_on_from(version, unpack(state))
 
     def published_state(self, version: int) -> dict[str, PackedTensor] | None:
         """Packed tensors of the last published version, for a client on another node; None if
