@@ -237,13 +237,21 @@ class CompanionService:
 
     def adopt(self, version: int, state: dict[str, PackedTensor]) -> None:
         """The engine drafts with these heads, and `version` was the last one offered to it:
-        training continues from them, after this batch.
+        training continues from them, after this batch. So does a restart: from here on they are
+        what that version, or a later one that the engine never got, consists of.
         """
         with self._state_lock:
             self._go_on_from(version, state)
             # Never judged against the engine's heads.
             self._published = None
             self._follows = version
+            # Otherwise a restart would bring back the heads that the engine did without.
+            self._tried("The companion's state could not be saved", self._write_checkpoint)
+            self._tried("The engine's heads could not be written", self._write_serving)
+            self._tried(
+                "The engine's heads could not be written into the run's folder",
+                lambda: self._keep_heads(None),
+            )
 
     def _go_on_from(self, version: int, state: dict[str, PackedTensor]) -> None:
         """`Cycle.go_on_from` in all processes that learn."""
@@ -313,10 +321,7 @@ class CompanionService:
         the file's path.
         """
         with self._state_lock:
-            path = Path(folder) / STATE_FILE
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_state(path, self._state())
-            return str(path)
+            return str(self._write_state(Path(folder)))
 
     def close(self) -> None:
         """Stop the training thread after its current batch."""
@@ -344,7 +349,8 @@ class CompanionService:
                     # full disk does not keep heads from the engine.
                     self._tried("The companion's state could not be saved", self._checkpoint)
                 if report.published:
-                    self._publish()
+                    with self._state_lock:  # `adopt` writes the same file.
+                        self._publish()
                 # After every batch, so that a feed that was unavailable gets what it missed.
                 self._tried("The new heads could not be put into the feed", self._feed_newest)
             except Exception as error:
@@ -524,9 +530,7 @@ class CompanionService:
                 mean_acceptance_length=length,
                 acceptance_per_position=list(row.acceptance_per_position),
             )
-        path = self._publish_dir / f"heads-{version:06d}.safetensors"
-        save_state(path, state)
-        forget_oldest(path, "heads-*.safetensors")
+        path = self._write_serving()
         self._published = PublishedHeads(
             version, str(path), checksum(state), cycle.published_policy_version, length
         )
@@ -534,6 +538,14 @@ class CompanionService:
             "The new heads could not be written into the run's folder",
             lambda: self._keep_heads(length if row else None),
         )
+
+    def _write_serving(self) -> Path:
+        """Write the serving heads where the engine takes them from."""
+        cycle = self._cycle
+        path = self._publish_dir / f"heads-{cycle.version:06d}.safetensors"
+        save_state(path, cycle.serving.trainable_state(copied=False))
+        forget_oldest(path, "heads-*.safetensors")
+        return path
 
     def _feed_newest(self) -> None:
         """Put the last published version into the feed, if there is a feed that lacks it."""
@@ -572,7 +584,7 @@ class CompanionService:
         save_heads(folder, heads, lm_head_VD=lm_head_VD, metadata=metadata, version=cycle.version)
         forget_oldest(folder, "v[0-9]*")
 
-    def _tried(self, what: str, write: Callable[[], None]) -> None:
+    def _tried(self, what: str, write: Callable[[], object]) -> None:
         """Report a file that can't be written (a full or read-only disk, an unavailable feed) in
         the status; training continues.
         """
@@ -583,9 +595,19 @@ class CompanionService:
             logger.warning("%s; training continues.", self._note)
 
     def _checkpoint(self) -> None:
+        with self._state_lock:
+            self._write_checkpoint()
+
+    def _write_checkpoint(self) -> None:
+        """Write what a restart continues from; the caller has the state to itself."""
         if self._run_dir is not None:
-            self.save(str(self._run_dir / "companion"))
+            self._write_state(self._run_dir / "companion")
         self._unsaved = 0
+
+    def _write_state(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_state(folder / STATE_FILE, self._state())
+        return folder / STATE_FILE
 
     def _begin(self, arguments: ServiceArguments) -> None:
         """Start from the right state: a first start, a resumed run, or a restart after a crash."""

@@ -28,6 +28,7 @@ from medusa_ppo.companion.wire import Answer, ServiceArguments, pack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.contract.status import PublishedHeads
 from tests.conftest import cpu_alone
 from tests.medusa_ppo.companion.conftest import assert_near, until
 
@@ -399,6 +400,37 @@ def test_a_stuck_companion_is_started_again(
         lambda *how, **more: Answer(None, "", "x", 0, 0, 301.0),
     )
     assert client.newest(0, 5.0) is None and ended == [False] and "not moved on" in client._error
+
+
+@cpu_alone
+def test_a_version_from_before_the_companion_was_told_is_not_offered(
+    chain, client_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it goes on from the engine's heads, the file of that version holds these. What is
+    mocked: the calls to the companion's process.
+    """
+    client = client_of(chain())
+    file = tmp_path / "heads-000004.safetensors"
+    file.write_bytes(b"")
+    published = PublishedHeads(4, str(file), "sum", 0, 2.0)
+    answer = ray.put(Answer(published, "", "x", version=4))
+    pending = _never.remote()
+    answers = {"newest": answer, "adopt": pending}
+    monkeypatch.setattr(client, "_call", lambda name, *_: answers[name])
+    assert client.newest(3, 60) == published
+    client._poll = answer  # In flight while the engine's heads are told.
+    client.go_on_from(3, {})
+    assert client.newest(3, 60) is None
+    assert client.newest(3, 60) is None, "nor one that is asked for before they are there"
+    ray.cancel(pending, force=True)
+    client._telling = ray.put(None)
+    assert client.newest(3, 60) == published
+    monkeypatch.undo()
+
+
+@ray.remote(num_cpus=0)
+def _never() -> None:
+    time.sleep(600)
 
 
 @cpu_alone

@@ -676,6 +676,37 @@ def test_goes_on_from_what_the_engine_has(chain, tmp_path: Path) -> None:
     service.close()
 
 
+@pytest.mark.parametrize("left", ["all", "files", "state"])
+def test_a_restart_goes_on_from_what_the_engine_has_too(chain, tmp_path: Path, left: str) -> None:
+    """The engine refused the last version. `left`: what the new process finds of the old one."""
+    task = chain()
+    arguments = arguments_for(task, tmp_path)
+    first = CompanionService(arguments, tables_of(task))
+    while first.newest(1).published is None:
+        run_batches(first, [task.batch()])
+    refused = first.newest(1).published
+    before = load_state(
+        refused.path.replace(f"{refused.version:06d}", f"{refused.version - 1:06d}")
+    )
+    first.adopt(refused.version, pack(before))
+    first._queue.close()
+    kept, metadata = load_heads(tmp_path / "a" / "run" / "heads" / f"v{refused.version:06d}")
+    assert metadata.version == refused.version
+    assert checksum(kept.trainable_state()) == checksum(before)
+    if left == "files":
+        (tmp_path / "a" / "run" / "companion" / STATE_FILE).unlink()
+    if left == "state":
+        shutil.rmtree(arguments.publish_dir)
+    second = CompanionService(arguments, tables_of(task))
+    assert second.newest(0).version == refused.version
+    assert checksum(before) != refused.checksum
+    assert checksum(second._cycle.serving.trainable_state()) == checksum(before)
+    if left != "files":
+        assert checksum(second._cycle.candidate.trainable_state()) == checksum(before)
+    assert second.newest(refused.version).published is None
+    second.close()
+
+
 def test_waiting_for_a_core_takes_nothing_from_others(
     chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
