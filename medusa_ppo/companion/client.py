@@ -173,6 +173,9 @@ class CompanionClient:
         self._newest: PublishedHeads | None = None
         self._newest_from = ""  # The incarnation that published them.
         self._telling: ray.ObjectRef | None = None  # The last call that tells the engine's heads.
+        # Whether the poll in flight was made before the companion had them: it may name a version
+        # that they have replaced, also in its file.
+        self._poll_precedes = False
         self._poll_since = self._grace_until = 0.0
         self._held = 0  # Bytes of batches that the companion reports to hold.
         self._sent = self._sent_before_poll = self._lost = 0
@@ -365,6 +368,8 @@ class CompanionClient:
             return None
         if answer.published is None or answer.published.version <= after_version:
             return None
+        if self._poll_precedes:
+            return None
         published = self._local(answer.published)
         if published is not None:
             self._newest, self._newest_from = published, answer.incarnation
@@ -388,6 +393,7 @@ class CompanionClient:
         if self._usable():
             with self._guard("did not take the engine's heads"):
                 self._telling = self._call("adopt", CONTROL, version, pack(state))
+                self._poll_precedes = True
 
     def status(self, timeout_s: float = 2.0) -> CompanionStatus:
         """What the companion has done; if it does not answer, the last known status with
@@ -508,6 +514,7 @@ class CompanionClient:
     def _ask(self, after_version: int, timeout_s: float) -> Answer | None:
         """One poll. The next poll picks up a late answer, without waiting."""
         if self._poll is None:
+            self._poll_precedes = not self._telling_is_over()
             self._poll = self._call("newest", CONTROL, after_version)
             self._poll_since = time.monotonic()
             self._sent_before_poll = self._sent

@@ -416,6 +416,16 @@ class Cycle:
         self.fresh = False
         self.frozen = self.frozen or _copy(self.serving)
 
+    def go_on_from(self, version: int, state: dict[str, torch.Tensor]) -> None:
+        """Serve these heads, and train on from them; `version` was the last one offered to an
+        engine.
+
+        Raises:
+            CheckpointError: they don't fit; nothing has changed.
+        """
+        self.adopt(max(version, self.version), state)
+        self.trainer.reset_to(self.serving.trainable_state(), moments=False)
+
     def _obey(self, verdict: Verdict) -> None:
         self.rows |= {
             "serving": verdict.serving,

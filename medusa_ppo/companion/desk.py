@@ -26,7 +26,7 @@ from medusa_ppo.companion.parts_wire import (
     ids_text,
     joined,
     read_part,
-    with_logprobs,
+    rows_without_logprobs,
 )
 from medusa_ppo.companion.positions import ROW_BYTES
 from medusa_ppo.companion.service import CompanionService
@@ -74,7 +74,6 @@ class CompanionDesk:
         self._clock = clock
         self._lock = threading.Lock()
         self._parts: list[Part] = []
-        self._tables: Tables = tables_VD
         self._packed_tables: Any = None
         self._tables_version: int | None = None
         self._coming = 0
@@ -86,7 +85,6 @@ class CompanionDesk:
         self._home = OwnedFolder("medusa-ppo-desk-", shared_memory=True)
         self.folder = self._home.path
         self._service = CompanionService(arguments, pack_tables(*tables_VD))
-        self._device = self._service.device
 
     # ---- what a transport calls
 
@@ -220,10 +218,10 @@ class CompanionDesk:
         rows = [part.tables for part in parts if isinstance(part.tables, TableRows)]
         some = False
         if whole:
-            self._tables = whole[-1]
+            lm_head_VD, embedding_VD = whole[-1]
             self._tables_version = header.tables_version
-            kept = self._tables if self._heads.needs_embedding else (self._tables[0], None)
-            self._packed_tables = pack_tables(*kept)
+            read_VD = embedding_VD if self._heads.needs_embedding else None
+            self._packed_tables = pack_tables(lm_head_VD, read_VD)
         elif self._tables_version != header.tables_version:
             # The first process has the rows that drafts come from, others those of their own ids.
             if not any(part.header.rank == 0 and part.tables is not None for part in parts):
@@ -235,8 +233,6 @@ class CompanionDesk:
                 return
             found = joined_rows(rows)
             some = found.lm_head_ids_R is not None
-            if not some:
-                self._tables = found.lm_head_RD, self._tables[1]
             # The tables here now mix several versions, except in the rows that this batch reads.
             self._tables_version = None
             self._packed_tables = pack(found)
@@ -249,8 +245,9 @@ class CompanionDesk:
         now = self._clock()
         self._step_s = 0.0 if self._arrived is None else now - self._arrived
         self._arrived = now
-        batch = joined([with_logprobs(part, self._tables[0], self._device) for part in parts])
-        self._service.submit(pack(batch), self._packed_tables)
+        batch = joined([part.batch for part in parts])
+        # Missing log-probs are computed when the batch is trained on: taps wait for this lock.
+        self._service.submit(pack(batch), self._packed_tables, missing=rows_without_logprobs(parts))
         self._note = ""
 
     def _drop(self, problem: str) -> None:

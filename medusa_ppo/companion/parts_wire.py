@@ -16,8 +16,9 @@ from __future__ import annotations
 import base64
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -364,21 +365,40 @@ def _refused(given: str, expected: str) -> DataError:
     )
 
 
-def with_logprobs(part: Part, lm_head_VD: torch.Tensor, device: torch.device) -> RolloutBatch:
-    """The part's batch; missing log-probs are computed from its own states."""
-    batch = part.batch
-    if part.has_logprobs:
+def rows_without_logprobs(parts: Sequence[Part]) -> tuple[tuple[int, int], ...]:
+    """First row, and the one after the last, of each part without log-probs, in the batch that the
+    parts become (`joined`).
+    """
+    ends = list(accumulate(part.batch.response_ids_M.numel() for part in parts))
+    bounds = zip([0, *ends], ends, parts, strict=False)
+    return tuple((first, end) for first, end, part in bounds if not part.has_logprobs)
+
+
+def with_logprobs(
+    batch: RolloutBatch,
+    missing: Sequence[tuple[int, int]],
+    lm_head_VD: torch.Tensor,
+    give_way: Callable[[], None] = lambda: None,
+) -> RolloutBatch:
+    """The batch with the log-probs of these rows (`rows_without_logprobs`), computed from their own
+    states on the device of the table, which is that of their actor.
+
+    Args:
+        give_way: called between two pieces of work; may wait.
+    """
+    if not missing:
         return batch
-    table_VD = lm_head_VD.to(device)
-    found = []
-    for hidden_ND, ids_N in zip(
-        batch.hidden_MD.split(LOGPROB_ROWS), batch.response_ids_M.split(LOGPROB_ROWS), strict=True
-    ):
-        logits_NV = (hidden_ND.to(device, table_VD.dtype) @ table_VD.T).float()
-        scaled_NV = logits_NV / batch.temperature
-        chosen_N1 = scaled_NV.gather(1, ids_N.to(device)[:, None])
-        found.append((chosen_N1[:, 0] - scaled_NV.logsumexp(1)).cpu())
-    return replace(batch, logprobs_M=torch.cat(found))
+    logprobs_M = batch.logprobs_M.clone()
+    device, dtype = lm_head_VD.device, lm_head_VD.dtype
+    for first, end in missing:
+        for start in range(first, end, LOGPROB_ROWS):
+            give_way()
+            rows = slice(start, min(end, start + LOGPROB_ROWS))
+            logits_NV = (batch.hidden_MD[rows].to(device, dtype) @ lm_head_VD.T).float()
+            scaled_NV = logits_NV / batch.temperature
+            chosen_N1 = scaled_NV.gather(1, batch.response_ids_M[rows].to(device)[:, None])
+            logprobs_M[rows] = (chosen_N1[:, 0] - scaled_NV.logsumexp(1)).cpu()
+    return replace(batch, logprobs_M=logprobs_M)
 
 
 def joined(batches: Sequence[RolloutBatch]) -> RolloutBatch:

@@ -372,12 +372,16 @@ class ReplayBuffer:
     def older(self, policy_version: int) -> list[tuple[RolloutBatch, float]]:
         """Batches and shares that join training on rollouts of `policy_version`; batches that are
         too old are dropped.
+
+        So are those of higher versions. They are of a loop that ended while its companion went on,
+        or of steps that it repeats: the present loop's versions never reach them in time to let
+        them age, so they would join every batch with all of their positions.
         """
         self._batches = deque(
-            b for b in self._batches if policy_version - b.policy_version <= self._versions
+            b for b in self._batches if 0 <= policy_version - b.policy_version <= self._versions
         )
         return [
-            (batch, self._decay ** max(0, policy_version - batch.policy_version))
+            (batch, self._decay ** (policy_version - batch.policy_version))
             for batch in self._batches
         ]
 

@@ -18,7 +18,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from heads.tensorfile import crc
 from medusa_ppo.companion.batch_queue import BatchQueue
 from medusa_ppo.companion.cycle import Cycle, CycleReport
 from medusa_ppo.companion.giving_way import Pace
+from medusa_ppo.companion.parts_wire import with_logprobs
 from medusa_ppo.companion.wire import (
     Answer,
     PackedTensor,
@@ -77,12 +78,14 @@ EXIT_CODE = 70  # Exit code of a process that ends itself to be restarted.
 @dataclass(frozen=True)
 class QueuedBatch:
     """A batch in the queue; packed, the tables of its actor or the rows of them that it needs
-    (None: the initial tables); and its number by the client's count.
+    (None: the initial tables); its number by the client's count; and the rows whose log-probs are
+    missing (`rows_without_logprobs`).
     """
 
     batch: RolloutBatch
     tables: Any
     number: int = 0
+    missing: Sequence[tuple[int, int]] = ()
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +142,10 @@ class CompanionService:
         self._loop_waits = False
         # The process's and the machine's counts at the last look, while the loop waits for a turn.
         self._turn_since: tuple[float, float] | None = None
-        self._beat = 0.0  # When the training thread last made progress.
+        # Whether the training thread trains, judges or moves its tensors, and when it last made
+        # progress with that.
+        self._computes = False
+        self._beat = 0.0
         self._error = ""  # What failed with the last batch.
         self._note = self._found = (
             # Why the last batch was of no use although nothing failed, or what was wrong at the
@@ -155,11 +161,6 @@ class CompanionService:
     # ---- called by the client
 
     @property
-    def device(self) -> torch.device:
-        """The device that it trains on."""
-        return self._device
-
-    @property
     def behind(self) -> bool:
         """Whether a batch waits behind the one in training."""
         return self._busy_since is not None and len(self._queue) > 0
@@ -172,7 +173,13 @@ class CompanionService:
         """Whether it sees when the loop needs the cores: not on another node."""
         return self._hears_loop
 
-    def submit(self, packed: Any, tables: Any = None, number: int = 0) -> int:
+    def submit(
+        self,
+        packed: Any,
+        tables: Any = None,
+        number: int = 0,
+        missing: Sequence[tuple[int, int]] = (),
+    ) -> int:
         """Queue a batch. Never blocks; the oldest waiting batches are dropped if they are too old
         or take too many bytes (including the next one).
 
@@ -181,12 +188,14 @@ class CompanionService:
             tables: tables of the actor that gave the batch's states, packed: both whole, or the
                 `TableRows` that it needs; None: unchanged.
             number: number of the batch by the caller's count.
+            missing: rows whose log-probs are missing (`rows_without_logprobs`). They are computed
+                before the batch is trained on, and need all of its actor's lm_head.
 
         Returns:
             Bytes of the batches that wait or are in training now.
         """
         self._tables = tables or self._tables
-        return self._enqueue(QueuedBatch(unpack(packed), self._tables, number))
+        return self._enqueue(QueuedBatch(unpack(packed), self._tables, number, missing))
 
     def _enqueue(self, batch: Any) -> int:
         with self._idle:
@@ -200,8 +209,8 @@ class CompanionService:
         published = self._published
         if published is not None and published.version <= after_version:
             published = None
-        waits = self._busy_since is None or self._waits_since is not None
-        stuck_s = 0.0 if waits else time.monotonic() - self._beat
+        computes = self._computes and self._waits_since is None
+        stuck_s = time.monotonic() - self._beat if computes else 0.0
         # In this order: at worst, what a later batch has added is reported with an older number.
         counted = self._counted
         draft_ids = self._cycle.draft_ids
@@ -228,15 +237,25 @@ class CompanionService:
 
     def adopt(self, version: int, state: dict[str, PackedTensor]) -> None:
         """The engine drafts with these heads, and `version` was the last one offered to it:
-        training continues from them, after this batch.
+        training continues from them, after this batch. So does a restart: from here on they are
+        what that version, or a later one that the engine never got, consists of.
         """
         with self._state_lock:
-            cycle = self._cycle
-            cycle.adopt(max(version, cycle.version), unpack(state))
-            cycle.trainer.reset_to(cycle.serving.trainable_state(), moments=False)
+            self._go_on_from(version, state)
             # Never judged against the engine's heads.
             self._published = None
             self._follows = version
+            # Otherwise a restart would bring back the heads that the engine did without.
+            self._tried("The companion's state could not be saved", self._write_checkpoint)
+            self._tried("The engine's heads could not be written", self._write_serving)
+            self._tried(
+                "The engine's heads could not be written into the run's folder",
+                lambda: self._keep_heads(None),
+            )
+
+    def _go_on_from(self, version: int, state: dict[str, PackedTensor]) -> None:
+        """`Cycle.go_on_from` in all processes that learn."""
+        self._cycle.go_on_from(version, unpack(state))
 
     def published_state(self, version: int) -> dict[str, PackedTensor] | None:
         """Packed tensors of the last published version, for a client on another node; None if
@@ -302,10 +321,7 @@ class CompanionService:
         the file's path.
         """
         with self._state_lock:
-            path = Path(folder) / STATE_FILE
-            path.parent.mkdir(parents=True, exist_ok=True)
-            save_state(path, self._state())
-            return str(path)
+            return str(self._write_state(Path(folder)))
 
     def close(self) -> None:
         """Stop the training thread after its current batch."""
@@ -316,12 +332,12 @@ class CompanionService:
 
     def _run(self) -> None:
         while (batch := self._queue.get()) is not None:
-            self._busy_since = self._beat = time.monotonic()
+            self._busy_since = time.monotonic()
             self._cpu_since_s = time.process_time()
             self._wanted_since_s = cores_wanted_s()
             self._turn_since = None
             try:
-                with self._state_lock:
+                with self._state_lock, self._computing():
                     if self._config.offload:
                         self._cycle.move_to(self._device)
                     report = self._learn(batch)
@@ -333,10 +349,10 @@ class CompanionService:
                     # full disk does not keep heads from the engine.
                     self._tried("The companion's state could not be saved", self._checkpoint)
                 if report.published:
-                    self._publish()
+                    with self._state_lock:  # `adopt` writes the same file.
+                        self._publish()
                 # After every batch, so that a feed that was unavailable gets what it missed.
                 self._tried("The new heads could not be put into the feed", self._feed_newest)
-                self._rest()
             except Exception as error:
                 # One bad batch must not end the companion; the status reports it, and the next one
                 # comes.
@@ -348,6 +364,8 @@ class CompanionService:
                 )
                 self._error = f"{type(error).__name__}: {error}"
             finally:
+                # Here, where the error and what its frames hold are gone.
+                self._rest_anyway()
                 took_s = time.monotonic() - self._busy_since - self._pace.take_waited_s()
                 self._leave_out_turn()
                 self._train_s, self._worked_s = (
@@ -372,6 +390,19 @@ class CompanionService:
         had_s = cpu_s - self._cpu_since_s
         wanted_s -= self._wanted_since_s
         return had_s if math.isnan(wanted_s) else min(had_s, max(0.0, wanted_s))
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Inside, this thread hangs if it makes no progress. Outside it waits for a batch or for
+        its state, or writes files, which takes as long as the disk does: minutes for the state of
+        a large actor's heads. Whoever ended it there would lose the version that it has made.
+        """
+        self._beat = time.monotonic()
+        self._computes = True
+        try:
+            yield
+        finally:
+            self._computes = False
 
     @contextlib.contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -442,7 +473,11 @@ class CompanionService:
                 self._wait_for_a_core()
         self._begin_piece()
         self._use_threads()
-        return self._cycle.run(batch.batch)
+        # Here the table is on the device already, and nobody waits for the result.
+        trainer = self._cycle.trainer
+        return self._cycle.run(
+            with_logprobs(batch.batch, batch.missing, trainer.lm_head_VD, trainer.give_way)
+        )
 
     def _use_threads(self) -> None:
         """Compute on all cores while the loop waits, and otherwise on this companion's part."""
@@ -462,10 +497,22 @@ class CompanionService:
         """Leave the GPU to others while no batch waits; everything on it moves to host memory."""
         if not self._config.offload or len(self._queue):
             return
-        with self._state_lock:
+        with self._state_lock, self._computing():
             self._cycle.move_to(HOST)
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _rest_anyway(self) -> None:
+        """`_rest`, also after a batch that failed: what ran out of memory must not keep the loop's.
+        An error is told unless the batch has told one.
+        """
+        try:
+            self._rest()
+        except Exception as error:
+            if _ends_process(error):
+                self._start_again(f"{type(error).__name__}: {error}")
+            logger.exception("The companion could not leave its device.")
+            self._error = self._error or f"{type(error).__name__}: {error}"
 
     def _publish(self) -> None:
         """Write the serving heads: to a file in shared memory, which the engine swaps in, and as a
@@ -483,9 +530,7 @@ class CompanionService:
                 mean_acceptance_length=length,
                 acceptance_per_position=list(row.acceptance_per_position),
             )
-        path = self._publish_dir / f"heads-{version:06d}.safetensors"
-        save_state(path, state)
-        forget_oldest(path, "heads-*.safetensors")
+        path = self._write_serving()
         self._published = PublishedHeads(
             version, str(path), checksum(state), cycle.published_policy_version, length
         )
@@ -493,6 +538,14 @@ class CompanionService:
             "The new heads could not be written into the run's folder",
             lambda: self._keep_heads(length if row else None),
         )
+
+    def _write_serving(self) -> Path:
+        """Write the serving heads where the engine takes them from."""
+        cycle = self._cycle
+        path = self._publish_dir / f"heads-{cycle.version:06d}.safetensors"
+        save_state(path, cycle.serving.trainable_state(copied=False))
+        forget_oldest(path, "heads-*.safetensors")
+        return path
 
     def _feed_newest(self) -> None:
         """Put the last published version into the feed, if there is a feed that lacks it."""
@@ -531,7 +584,7 @@ class CompanionService:
         save_heads(folder, heads, lm_head_VD=lm_head_VD, metadata=metadata, version=cycle.version)
         forget_oldest(folder, "v[0-9]*")
 
-    def _tried(self, what: str, write: Callable[[], None]) -> None:
+    def _tried(self, what: str, write: Callable[[], object]) -> None:
         """Report a file that can't be written (a full or read-only disk, an unavailable feed) in
         the status; training continues.
         """
@@ -542,9 +595,19 @@ class CompanionService:
             logger.warning("%s; training continues.", self._note)
 
     def _checkpoint(self) -> None:
+        with self._state_lock:
+            self._write_checkpoint()
+
+    def _write_checkpoint(self) -> None:
+        """Write what a restart continues from; the caller has the state to itself."""
         if self._run_dir is not None:
-            self.save(str(self._run_dir / "companion"))
+            self._write_state(self._run_dir / "companion")
         self._unsaved = 0
+
+    def _write_state(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_state(folder / STATE_FILE, self._state())
+        return folder / STATE_FILE
 
     def _begin(self, arguments: ServiceArguments) -> None:
         """Start from the right state: a first start, a resumed run, or a restart after a crash."""

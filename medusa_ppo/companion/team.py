@@ -21,7 +21,7 @@ import dataclasses
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,7 +33,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from heads.errors import CompanionError, DataError
 from medusa_ppo.companion.cycle import Cycle, CycleReport
 from medusa_ppo.companion.service import CompanionService, make_cycle, settle
-from medusa_ppo.companion.wire import ServiceArguments, pack, unpack
+from medusa_ppo.companion.wire import PackedTensor, ServiceArguments, pack, unpack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.status import CompanionStatus
 from medusa_ppo.runtime import kept_memory
@@ -126,6 +126,10 @@ class Member:
             meeting.leave()  # The others must not wait for it.
             raise
 
+    def go_on_from(self, version: int, state: dict[str, PackedTensor]) -> None:
+        """As the leader does, whose state is this one's."""
+        self._cycle.go_on_from(version, unpack(state))
+
     def learn(self, handed: HandedBatch) -> None:
         """As `CompanionWorker.learn`.
 
@@ -160,10 +164,17 @@ class Leader(CompanionService):
         with self._state_lock:
             self._assemble()
 
-    def submit(self, batch: HandedBatch, tables: Any = None, number: int = 0) -> int:
+    def submit(
+        self,
+        batch: HandedBatch,
+        tables: Any = None,
+        number: int = 0,
+        missing: Sequence[tuple[int, int]] = (),
+    ) -> int:
         """As `CompanionService.submit`; batch and tables stay in Ray's store until they are trained
-        on.
+        on. No log-probs are missing: only a desk gets batches without, and it has one worker.
         """
+        assert not missing, "a desk has a companion of one worker"
         return self._enqueue(batch)
 
     def status(self) -> CompanionStatus:
@@ -224,17 +235,31 @@ class Leader(CompanionService):
             ) from cause
 
     def _learn(self, batch: HandedBatch) -> CycleReport:
-        try:
+        with self._all_or_none():
             calls = [member.learn.remote(batch) for member in self._members.values()]
             report = self._worker.learn(batch)
             ray.get(calls, timeout=self._arguments.hang_s)
             self._failures.unlink(missing_ok=True)
             return report
+
+    def _go_on_from(self, version: int, state: dict[str, PackedTensor]) -> None:
+        # First here: heads that don't fit are refused, and nobody has changed.
+        super()._go_on_from(version, state)
+        with self._all_or_none():
+            handed = ray.put(state)
+            calls = [member.go_on_from.remote(version, handed) for member in self._members.values()]
+            ray.get(calls, timeout=self._arguments.hang_s)
+
+    @contextlib.contextmanager
+    def _all_or_none(self) -> Iterator[None]:
+        """Inside, all workers do the same. After an error, in this one or another, it is unknown
+        what state the others have: all start again. A batch that fits none has changed none.
+        """
+        try:
+            yield
         except DataError:
             raise
-        except (
-            Exception
-        ) as error:  # In this worker or another one: the state of the others is unknown.
+        except Exception as error:
             self._start_again(
                 f"A worker of the companion was lost: {type(error).__name__}: {error}"
             )

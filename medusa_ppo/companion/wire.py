@@ -269,7 +269,8 @@ class Answer:
         incarnation: the process that answers.
         held_bytes: bytes of the batches that wait or are in training.
         version: version of its serving heads.
-        stuck_s: seconds since the training thread last made progress, while it should work.
+        stuck_s: seconds since the training thread last made progress, while it should compute; 0
+            while it writes files.
         draft_ids: int32, tokens that drafts came from after the batch with the number `counted` by
             the client's count; None: any.
         follows: version of the run's heads that this process began with or was told to go on from

@@ -7,8 +7,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,12 +20,15 @@ import torch
 from heads.checkpoint import checksum, load_state
 from heads.errors import CompanionError
 from heads.heads_config import HeadsConfig
+from medusa_ppo.companion import service as service_module
 from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.companion.cycle import Cycle
-from medusa_ppo.companion.wire import Answer
+from medusa_ppo.companion.service import CompanionService
+from medusa_ppo.companion.wire import Answer, ServiceArguments, pack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.contract.status import PublishedHeads
 from tests.conftest import cpu_alone
 from tests.medusa_ppo.companion.conftest import assert_near, until
 
@@ -395,6 +400,90 @@ def test_a_stuck_companion_is_started_again(
         lambda *how, **more: Answer(None, "", "x", 0, 0, 301.0),
     )
     assert client.newest(0, 5.0) is None and ended == [False] and "not moved on" in client._error
+
+
+@cpu_alone
+def test_a_version_from_before_the_companion_was_told_is_not_offered(
+    chain, client_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it goes on from the engine's heads, the file of that version holds these. What is
+    mocked: the calls to the companion's process.
+    """
+    client = client_of(chain())
+    file = tmp_path / "heads-000004.safetensors"
+    file.write_bytes(b"")
+    published = PublishedHeads(4, str(file), "sum", 0, 2.0)
+    answer = ray.put(Answer(published, "", "x", version=4))
+    pending = _never.remote()
+    answers = {"newest": answer, "adopt": pending}
+    monkeypatch.setattr(client, "_call", lambda name, *_: answers[name])
+    assert client.newest(3, 60) == published
+    client._poll = answer  # In flight while the engine's heads are told.
+    client.go_on_from(3, {})
+    assert client.newest(3, 60) is None
+    assert client.newest(3, 60) is None, "nor one that is asked for before they are there"
+    ray.cancel(pending, force=True)
+    client._telling = ray.put(None)
+    assert client.newest(3, 60) == published
+    monkeypatch.undo()
+
+
+@ray.remote(num_cpus=0)
+def _never() -> None:
+    time.sleep(600)
+
+
+@cpu_alone
+def test_a_companion_that_writes_for_long_is_not_ended_and_its_version_arrives(
+    chain, client_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state of a large actor's heads takes minutes. What is mocked: the clock, the disk, and
+    the calls to the companion's process, which go to a service in this one.
+    """
+    task = chain()
+    client = client_of(task)
+    ahead_s = [0.0]
+    clock = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + ahead_s[0],
+        process_time=time.process_time,
+        time_ns=time.time_ns,
+    )
+    monkeypatch.setattr(service_module, "time", clock)
+    config = CompanionConfig(batch_positions=64, learning_rate=2e-2)
+    heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
+    run, shm = str(tmp_path / "run"), str(tmp_path / "shm")
+    service = CompanionService(
+        ServiceArguments(heads, config, 0, None, run, shm), pack((task.lm_head_VD, None))
+    )
+    writes, written = threading.Event(), threading.Event()
+    checkpoint = service._checkpoint
+
+    def slow_disk() -> None:
+        writes.set()
+        assert written.wait(60)
+        checkpoint()
+
+    monkeypatch.setattr(service, "_checkpoint", slow_disk)
+    monkeypatch.setattr(
+        client, "_call", lambda name, _, *given: ray.put(getattr(service, name)(*given))
+    )
+    ended: list[object] = []
+    monkeypatch.setattr("medusa_ppo.companion.client.ray.kill", lambda *_, **__: ended.append(1))
+    # Until a version is made.
+    for _ in range(12):
+        service.submit(pack(task.batch()))
+        assert until(lambda: writes.is_set() or service.drain(0))
+        if writes.is_set():
+            break
+    assert writes.is_set()
+    ahead_s[0] = 10 * client._hang_s
+    assert client.newest(0, 60) is None and ended == [] and client._error == ""
+    written.set()
+    assert service.drain(60)
+    published = client.newest(0, 60)
+    assert published is not None and published.version == 1 and ended == []
+    monkeypatch.undo()
+    service.close()
 
 
 @pytest.mark.parametrize("lost", [False, True])

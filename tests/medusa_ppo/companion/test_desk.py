@@ -90,6 +90,13 @@ def put(
     return told
 
 
+def put_without_logprobs(
+    desk: CompanionDesk, batch: RolloutBatch, tables: Tables | None, told: PartHeader
+) -> None:
+    path = desk.folder / f"incoming from {told.rank}"
+    desk.take(path, write_part(path, batch_tensors(batch, logprobs=False), tables, told))
+
+
 def received(desk: CompanionDesk) -> int:
     return desk.status().batches_received
 
@@ -323,3 +330,67 @@ def test_states_of_another_dtype_than_the_tables_are_learned_from(
     path = desk.folder / "incoming"
     desk.take(path, write_part(path, tensors, (task.lm_head_VD, None), header()))
     assert desk.drain(60) and not desk.status().error
+
+
+def test_taps_are_answered_while_missing_log_probs_are_computed(
+    desk: CompanionDesk, task: ChainTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were computed under the lock that all requests need, until taps gave up."""
+    computes, go_on = threading.Event(), threading.Event()
+    logsumexp = torch.Tensor.logsumexp
+
+    def slow(*given: object, **more: object) -> torch.Tensor:
+        computes.set()
+        assert go_on.wait(60)
+        return logsumexp(*given, **more)
+
+    monkeypatch.setattr(torch.Tensor, "logsumexp", slow)
+    tables = task.lm_head_VD, None
+    takes = threading.Thread(
+        target=lambda: put_without_logprobs(desk, part_of(task, 64), tables, header())
+    )
+    takes.start()
+    assert computes.wait(60)
+    answered: list[object] = []
+
+    def ask() -> None:
+        answered.append(desk.wish())
+        answered.append(desk.reserve(10))
+        desk.give_back(10)
+        put_without_logprobs(desk, part_of(task, 64), None, header(ranks=2))
+        answered.append(desk.wish())
+
+    asks = threading.Thread(target=ask)
+    asks.start()
+    asks.join(30)
+    count = len(answered)
+    go_on.set()
+    for thread in (asks, takes):
+        thread.join(60)
+    assert count == 3 and answered[1] is True
+    assert desk.drain(60) and not desk.status().error and desk.status().batches_trained == 1
+
+
+def test_the_table_is_moved_once_for_all_parts_without_log_probs(
+    desk: CompanionDesk, task: ChainTask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move = torch.Tensor.to
+    moved: list[torch.Tensor] = []
+
+    def counted(tensor: torch.Tensor, *given: object, **more: object) -> torch.Tensor:
+        if tensor.shape == task.lm_head_VD.shape:
+            moved.append(tensor)
+        return move(tensor, *given, **more)
+
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    counts = []
+    for number, ranks in enumerate((1, 4)):
+        moved.clear()
+        for rank in range(ranks):
+            tables = None if rank else (task.lm_head_VD, None)
+            put_without_logprobs(
+                desk, part_of(task, 64), tables, header(number, ranks=ranks, rank=rank)
+            )
+        assert desk.drain(60) and not desk.status().error
+        counts.append(len(moved))
+    assert desk.status().batches_trained == 2 and counts[0] == counts[1] > 0

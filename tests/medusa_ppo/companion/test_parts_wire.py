@@ -21,6 +21,7 @@ from medusa_ppo.companion.parts_wire import (
     prompt_key,
     read_message,
     read_part,
+    rows_without_logprobs,
     with_logprobs,
     write_part,
 )
@@ -83,10 +84,37 @@ def test_log_probs_that_did_not_come_are_those_of_the_states(
     path = tmp_path / "part"
     write_part(path, batch_tensors(batch, logprobs=False), None, HEADER)
     part = read_part(path, HEADER, task.hidden, task.vocab)
-    found = with_logprobs(part, task.lm_head_VD, torch.device("cpu")).logprobs_M
+    missing = rows_without_logprobs([part])
+    found = with_logprobs(part.batch, missing, task.lm_head_VD).logprobs_M
     logits_MV = batch.hidden_MD @ task.lm_head_VD.T / 0.7
     expected = logits_MV.log_softmax(-1)[range(len(found)), batch.response_ids_M]
     torch.testing.assert_close(found, expected)
+
+
+def test_log_probs_that_came_stay_beside_those_that_are_computed(
+    task: ChainTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_ppo.companion.parts_wire.LOGPROB_ROWS", 7)
+    parts = []
+    for rank, logprobs in enumerate((False, True, False)):
+        batch = part_of(task)
+        told = batch.logprobs_M - 1  # Not what the states give.
+        tensors = batch_tensors(replace(batch, logprobs_M=told), logprobs=logprobs)
+        path = tmp_path / f"part {rank}"
+        write_part(path, tensors, None, HEADER)
+        parts.append(read_part(path, HEADER, task.hidden, task.vocab))
+    batch = joined([part.batch for part in parts])
+    found = with_logprobs(batch, rows_without_logprobs(parts), task.lm_head_VD)
+    logits_MV = batch.hidden_MD @ task.lm_head_VD.T / batch.temperature
+    computed = logits_MV.log_softmax(-1)[range(len(logits_MV)), batch.response_ids_M]
+    first, second, _ = (part.batch.response_ids_M.numel() for part in parts)
+    for rows, expected in (
+        (slice(0, first), computed),
+        (slice(first, first + second), batch.logprobs_M),
+        (slice(first + second, None), computed),
+    ):
+        torch.testing.assert_close(found.logprobs_M[rows], expected[rows])
+    assert bool((batch.logprobs_M[:first] == 0).all()), "what was given is not written to"
 
 
 def test_a_sample_and_a_whole_part_become_one_batch(task: ChainTask) -> None:

@@ -32,6 +32,29 @@ def test_share_falls_with_age_and_old_batches_go(chain) -> None:
     assert buffer.older(20) == [] and len(buffer) == 0
 
 
+def test_a_loop_that_begins_again_replays_nothing_of_what_was_after(chain) -> None:
+    """A stand-alone companion outlives its loop. The next one begins at version 0, or at that of
+    its checkpoint: batches of higher versions joined each of its batches, and never grew old.
+    """
+    task = chain()
+    buffer = ReplayBuffer(2, 1 << 30, 0.5)
+    for version in (6, 7, 8):
+        buffer.add(dataclasses.replace(task.batch(), policy_version=version))
+    assert [(b.policy_version, share) for b, share in buffer.older(7)] == [(6, 0.5), (7, 1.0)]
+    assert buffer.older(0) == [] and len(buffer) == 0
+    for version in (0, 1):
+        buffer.add(dataclasses.replace(task.batch(), policy_version=version))
+    assert [(b.policy_version, share) for b, share in buffer.older(2)] == [(0, 0.25), (1, 0.5)]
+
+
+def test_a_companion_that_outlives_its_loop_trains_on_the_new_loops_batches(chain) -> None:
+    task = chain()
+    cycle = cycle_of(task)
+    for version in (40, 41, 0):
+        cycle.run(dataclasses.replace(task.batch(), policy_version=version))
+    assert [batch.policy_version for batch, _ in cycle.replay.older(0)] == [0]
+
+
 def test_budget_holds_and_nothing_is_kept_when_off(chain) -> None:
     task = chain()
     batch = task.batch()

@@ -618,6 +618,42 @@ def test_an_error_while_leaving_the_gpu_does_not_end_the_training(
     service.close()
 
 
+@pytest.mark.parametrize("where", ["learning", "saving"])
+def test_after_an_error_too_the_gpu_is_left_to_the_loop(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """What is mocked: the GPU, as above. A batch that ran out of its memory left the heads, the
+    optimizer and the tables there until the next batch.
+    """
+    moves: list[str] = []
+    move = Cycle.move_to
+    monkeypatch.setattr(
+        Cycle,
+        "move_to",
+        lambda self, device: (
+            moves.append("host" if device is HOST else "gpu"),
+            move(self, device),
+        )[1],
+    )
+    task = chain()
+    service = CompanionService(arguments_for(task, tmp_path, num_gpus=0.1), tables_of(task))
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no memory on the loop's GPU")
+
+    with monkeypatch.context() as patch:
+        if where == "learning":
+            patch.setattr(service._cycle, "run", fail)
+        else:
+            patch.setattr(service, "_feed_newest", fail)
+        run_batches(service, [task.batch()])
+        assert "no memory on the loop's GPU" in service.status().error
+    assert moves == ["host", "gpu", "host"]
+    run_batches(service, [task.batch()])
+    assert service.status().error == "" and moves[-2:] == ["gpu", "host"]
+    service.close()
+
+
 def test_goes_on_from_what_the_engine_has(chain, tmp_path: Path) -> None:
     """After an alarm, or when a companion has lost its state: what is published next has a newer
     number than the engine's.
@@ -638,6 +674,37 @@ def test_goes_on_from_what_the_engine_has(chain, tmp_path: Path) -> None:
     run_batches(service, [task.batch(100) for _ in range(10)])
     assert service.newest(41).published.version > 41
     service.close()
+
+
+@pytest.mark.parametrize("left", ["all", "files", "state"])
+def test_a_restart_goes_on_from_what_the_engine_has_too(chain, tmp_path: Path, left: str) -> None:
+    """The engine refused the last version. `left`: what the new process finds of the old one."""
+    task = chain()
+    arguments = arguments_for(task, tmp_path)
+    first = CompanionService(arguments, tables_of(task))
+    while first.newest(1).published is None:
+        run_batches(first, [task.batch()])
+    refused = first.newest(1).published
+    before = load_state(
+        refused.path.replace(f"{refused.version:06d}", f"{refused.version - 1:06d}")
+    )
+    first.adopt(refused.version, pack(before))
+    first._queue.close()
+    kept, metadata = load_heads(tmp_path / "a" / "run" / "heads" / f"v{refused.version:06d}")
+    assert metadata.version == refused.version
+    assert checksum(kept.trainable_state()) == checksum(before)
+    if left == "files":
+        (tmp_path / "a" / "run" / "companion" / STATE_FILE).unlink()
+    if left == "state":
+        shutil.rmtree(arguments.publish_dir)
+    second = CompanionService(arguments, tables_of(task))
+    assert second.newest(0).version == refused.version
+    assert checksum(before) != refused.checksum
+    assert checksum(second._cycle.serving.trainable_state()) == checksum(before)
+    if left != "files":
+        assert checksum(second._cycle.candidate.trainable_state()) == checksum(before)
+    assert second.newest(refused.version).published is None
+    second.close()
 
 
 def test_waiting_for_a_core_takes_nothing_from_others(

@@ -15,12 +15,12 @@ import pytest
 import ray
 import torch
 
-from heads.checkpoint import load_state
+from heads.checkpoint import checksum, load_state
 from heads.errors import CompanionError, RunError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.client import CONTROL, CompanionClient, _reason
 from medusa_ppo.companion.cycle import Cycle
-from medusa_ppo.companion.team import MAX_RESTARTS, TRIES, Leader, _up
+from medusa_ppo.companion.team import MAX_RESTARTS, TRIES, Leader, Member, _up
 from medusa_ppo.companion.wire import ServiceArguments, pack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -122,6 +122,51 @@ def test_two_workers_make_what_one_makes(
     )
     client.close()
     assert until(lambda: not any(psutil.pid_exists(pid) for pid in workers), 30)
+
+
+def sums_of_all(leader: Leader) -> list[tuple[str, ...]]:
+    """In the leader's process: checksums of what each worker trains and serves."""
+    calls = [member.__ray_call__.remote(sums_of) for member in leader._members.values()]
+    return [sums_of(leader), *ray.get(calls, timeout=60)]
+
+
+def sums_of(worker: Leader | Member) -> tuple[str, ...]:
+    cycle = worker._cycle
+    heads = (cycle.trainer.heads, cycle.candidate, cycle.serving)
+    return tuple(checksum(one.trainable_state()) for one in heads)
+
+
+@pytest.mark.slow
+def test_all_workers_go_on_from_the_engines_heads(
+    ray_session: None, chain, device: torch.device, client_of, tmp_path: Path
+) -> None:
+    """Only the leader did: the next batch broke the team, which started again without them."""
+    task = chain()
+    batches = [task.batch() for _ in range(6)]
+    client = client_of(task, loss="kl")
+    one = alone(task, batches[:4], loss="kl")
+    for batch in batches[:4]:
+        client.submit(batch)
+    assert client.drain(120)
+    workers = pids(client)
+    untrained = Cycle(one.serving.config, CompanionConfig(), task.lm_head_VD, seed=0)
+    state = untrained.serving.trainable_state()
+    version = client.status().versions_published + 1
+    client.go_on_from(version, state)
+    one.go_on_from(version, state)
+    assert until(client._telling_is_over) and client._error == ""
+    told = ray.get(client._actor.__ray_call__.remote(sums_of_all), timeout=60)
+    assert told == [(checksum(state),) * 3] * 2
+    for batch in batches[4:]:
+        client.submit(batch)
+        one.run(batch)
+    assert client.drain(120)
+    status = client.status()
+    assert (status.error, status.restarts, status.batches_trained) == ("", 0, 6)
+    assert pids(client) == workers
+    first, second = ray.get(client._actor.__ray_call__.remote(sums_of_all), timeout=60)
+    assert first == second and first[0] != checksum(state)
+    check_same(client, one, tmp_path, device)
 
 
 @pytest.mark.slow
