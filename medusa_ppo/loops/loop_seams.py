@@ -82,6 +82,8 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         _seam("verl.workers.rollout.replica:RolloutReplicaRegistry.register"),
         _seam("verl.single_controller.base.decorator:make_nd_compute_dataproto_dispatch_fn"),
     ),
+    # Looked up in the driver, before it starts Ray.
+    "verl.environment": (_seam("verl.trainer.constants_ppo:get_ppo_ray_runtime_env"),),
     # Looked up in each process that has a worker, which never imports the trainer.
     "verl.worker": (
         _seam("verl.workers.engine_workers:ActorRolloutRefWorker.compute_log_prob", "data"),

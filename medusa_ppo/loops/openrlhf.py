@@ -56,7 +56,14 @@ from medusa_ppo.loops.remote import (
     sum_counters,
 )
 from medusa_ppo.loops.tap import CompanionTap
-from medusa_ppo.loops.worker_tap import COMPANION, Rows, companion_address
+from medusa_ppo.loops.worker_tap import (
+    COMPANION,
+    OURS,
+    Rows,
+    companion_address,
+    own_secrets,
+    own_variables,
+)
 from medusa_ppo.runtime.processes import on_one_node
 from medusa_ppo.vllm_plugin.worker_calls import DRAFTING
 
@@ -64,6 +71,8 @@ logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "medusa_ppo.loops.openrlhf.MedusaOpenRLHFWorker"
 CLI = "openrlhf.cli.train_ppo_ray"
+VLLM_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+"""vLLM's variable: which ones its own Ray workers get besides those that it knows."""
 FOLDER = "medusa"
 """The run's folder, inside OpenRLHF's folder for checkpoints."""
 
@@ -104,9 +113,14 @@ def rollout_actor(arguments: dict[str, Any]) -> Any:
 
     from medusa_ppo.engines.colocated import process_counters
 
+    # Ray gives an actor's process what its node has, not what the driver has: the class brings it.
+    variables = own_variables() | own_secrets()
+
     class MedusaRolloutActor(plain_class(vllm_engine.RolloutRayActor)):  # type: ignore[misc]
         # Async as in OpenRLHF's class; Ray awaits it.
         async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
+            # Before vLLM starts: it looks for its feed when it does.
+            take_variables(variables)
             await super().__init__(*args, **{**kwargs, **arguments})
 
         async def medusa_call(
@@ -119,6 +133,15 @@ def rollout_actor(arguments: dict[str, Any]) -> Any:
             return process_counters()
 
     return ray.remote(MedusaRolloutActor)
+
+
+def take_variables(variables: dict[str, str]) -> None:
+    """Set the driver's variables in an actor's process; vLLM hands them on to the workers that it
+    starts in Ray.
+    """
+    os.environ.update(variables)
+    prefixes = os.environ.get(VLLM_PREFIXES, "").split(",")
+    os.environ[VLLM_PREFIXES] = ",".join(filter(None, dict.fromkeys([*prefixes, OURS])))
 
 
 def policy_actor() -> Any:
@@ -187,6 +210,9 @@ def tapped_policy_actor() -> Any:
     """
     from openrlhf.trainer.ray import ppo_actor
 
+    # As in `rollout_actor`: without them ranks on some nodes would wait in a tap for the others.
+    variables = own_variables() | own_secrets()
+
     class TappedPolicyActor(plain_class(ppo_actor.PolicyModelActor)):  # type: ignore[misc]
         _medusa_tap: CompanionTap | None = None
 
@@ -194,6 +220,7 @@ def tapped_policy_actor() -> Any:
             # Created at the first update: the model is loaded by a separate call after the
             # constructor.
             if self._medusa_tap is None:
+                take_variables(variables)
                 rollout = self.strategy.args.rollout
                 self._medusa_tap = CompanionTap(
                     self.actor.model,

@@ -4,7 +4,10 @@ package; its vLLM actor is run.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
+import os
 import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -23,9 +26,12 @@ from heads.errors import ConfigError
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.config.run_config import build_config
+from medusa_ppo.feeds.http_feed import FEED_TOKEN
 from medusa_ppo.loops import openrlhf as ours
 from medusa_ppo.loops.loop_versions import CHECKED, require_loop
+from medusa_ppo.loops.worker_tap import COMPANION
 from medusa_ppo.plugin.medusa_plugin import heads_for_table
+from medusa_ppo.vllm_plugin.speculation import FEED
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -172,6 +178,54 @@ def test_the_replaced_classes_are_made():
         (ours.trainer_actor, ppo_trainer.PPOTrainer),
     ):
         assert issubclass(ours.plain_class(make()), ours.plain_class(theirs))
+
+
+def test_the_drivers_variables_reach_workers_and_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Ray actors had only what their node had: engines looked at no feed, without a word."""
+    from openrlhf.trainer.ray import ppo_actor, vllm_engine
+
+    given = {COMPANION: "http://node:8461", FEED: "http://node:8460", FEED_TOKEN: "a secret"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    engine_class = ours.plain_class(ours.rollout_actor({"max_logprobs": 1}))
+    policy_class = ours.plain_class(ours.tapped_policy_actor())
+    seen: list[dict[str, str | None]] = []
+
+    def note() -> None:
+        seen.append({name: os.environ.get(name) for name in (*given, ours.VLLM_PREFIXES)})
+
+    async def start(self: Any, **kwargs: Any) -> None:
+        note()
+
+    class NotedTap:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            note()
+
+        def __call__(self, *rows: Any) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+        def updated(self) -> None: ...
+
+    def elsewhere() -> None:
+        """A process on a node without any of these."""
+        for name in given:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(ours.VLLM_PREFIXES, "OURS_TOO_")
+
+    monkeypatch.setattr(ours.plain_class(vllm_engine.RolloutRayActor), "__init__", start)
+    elsewhere()
+    asyncio.run(engine_class.__init__(object.__new__(engine_class)))
+    monkeypatch.setattr(ours, "CompanionTap", NotedTap)
+    monkeypatch.setattr(ours.plain_class(ppo_actor.PolicyModelActor), "fit", lambda self, kl: {})
+    elsewhere()
+    worker = object.__new__(policy_class)
+    worker.actor = Namespace(model=None)
+    args = Namespace(rollout=Namespace(temperature=1.0, top_p=1.0))
+    worker.strategy = Namespace(args=args)
+    worker.trainer = Namespace(replay_buffer=Namespace(items=[]))
+    worker.fit()
+    # vLLM's own Ray workers (tensor parallelism) get them by this prefix.
+    assert seen == [given | {ours.VLLM_PREFIXES: "OURS_TOO_,MEDUSA_PPO_"}] * 2
 
 
 def test_the_two_worker_extensions_do_not_meet():

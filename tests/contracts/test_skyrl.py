@@ -97,6 +97,28 @@ def test_our_environment_reaches_its_processes() -> None:
     assert '"env_vars": env_vars' in source(utils.initialize_ray)
 
 
+def test_tokens_do_not_go_through_rays_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray logs the variables of a `runtime_env`; it does not log the arguments of a call."""
+    from skyrl.train.utils import utils
+
+    given: dict[str, str] = {}
+    handed: list[Any] = []
+    monkeypatch.setattr(utils, "validate_cfg", lambda cfg: None)
+    monkeypatch.setattr(utils, "prepare_runtime_environment", lambda cfg: {"THEIRS": "1"})
+    monkeypatch.setattr(
+        utils, "initialize_ray", lambda cfg: given.update(utils.prepare_runtime_environment(cfg))
+    )
+    run = SimpleNamespace(remote=lambda cfg, secrets: handed.append(secrets))
+    ray_double = SimpleNamespace(get=lambda found: found, remote=lambda **_: lambda function: run)
+    monkeypatch.setattr(ours, "ray", ray_double)
+    monkeypatch.setattr(sys, "argv", ["main_base", f"{ours.OVERRIDE}medusa_ppo.loops.skyrl"])
+    monkeypatch.setenv(COMPANION, "http://node:8461")
+    monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
+    ours.main()
+    assert given == {"THEIRS": "1", COMPANION: "http://node:8461"}
+    assert handed == [{COMPANION_TOKEN: "a secret of this test"}]
+
+
 def test_heads_are_an_argument_of_its_engines_and_its_own_key_refuses_them() -> None:
     from skyrl.backends.skyrl_train.inference_servers import utils as servers
     from skyrl.train.utils import utils

@@ -5,6 +5,8 @@ package; and its vLLM worker, really run.
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -22,9 +24,12 @@ from omegaconf import OmegaConf
 
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError
+from medusa_ppo.companion.companion_link import COMPANION_TOKEN
 from medusa_ppo.config.run_config import build_config
+from medusa_ppo.feeds.http_feed import FEED_TOKEN
 from medusa_ppo.loops.loop_versions import require_loop
 from medusa_ppo.loops.worker_tap import COMPANION
+from medusa_ppo.vllm_plugin.speculation import FEED
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -64,6 +69,37 @@ def test_the_entry_point_brings_our_trainer_and_costs_nothing_before_verls_own_i
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_drivers_variables_reach_verls_processes_but_tokens_do_not() -> None:
+    """Where Ray runs already, its driver was the only process to have them: nothing was tapped or
+    fed. verl prints what it gives to Ray, and Ray logs it: no token may be in there.
+    """
+    from verl.trainer import main_ppo
+
+    position(
+        source(main_ppo.run_ppo),
+        "default_runtime_env = get_ppo_ray_runtime_env(config)",
+        "OmegaConf.merge(default_runtime_env, runtime_env_kwargs)",
+        'print(f"ray init kwargs: {ray_init_kwargs}")',
+        "ray.init(**",
+    )
+    given = {COMPANION: "http://node:8461", FEED: "http://node:8460"}
+    secrets = {COMPANION_TOKEN: "a secret", FEED_TOKEN: "another secret"}
+    code = "import json; from verl.trainer.main_ppo import get_ppo_ray_runtime_env as f; "
+    code += "print(json.dumps(f()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | given | secrets,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])["env_vars"]
+    assert {name: value for name, value in found.items() if name.startswith("MEDUSA")} == given
+    assert found["VERL_FULL_DETERMINISM"] == "0", "verl's own are there too"
+    assert "secret" not in done.stdout
 
 
 def test_the_trainers_hooks_are_called_in_the_order_that_we_need(ours: Any):
