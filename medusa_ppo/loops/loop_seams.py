@@ -76,6 +76,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         _seam(f"{VERL}.trainer_base:PPOTrainer._init_resource_pool_mgr", ""),
         _seam(f"{VERL}.trainer_base:PPOTrainer._compute_old_log_prob", "batch metrics"),
         _seam(f"{VERL}.trainer_base:PPOTrainer._update_actor", "batch metrics"),
+        _seam(f"{VERL}.trainer_base:PPOTrainer.on_validate_end", ""),
         _seam(f"{VERL}.trainer_sync:PPOTrainerSync.on_init_end", ""),
         _seam(f"{VERL}.trainer_sync:PPOTrainerSync.on_step_end", ""),
         _seam("verl.workers.engine_workers:ActorRolloutRefWorker.compute_log_prob", "data"),
@@ -113,6 +114,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.fit", "global_step"),
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.train_step", "rollout_samples global_step"),
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.broadcast_to_vllm", ""),
+        _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.evaluate", "global_step", "begins"),
         _seam("openrlhf.utils:get_strategy"),
     ),
     "skyrl": (

@@ -11,6 +11,7 @@ package):
     rollouts         `RemoteExperienceMaker.make_experience_batch`, wrapped: what was tapped goes to
                      the companion, with the rows of lm_head and embedding that it needs
     weight sync      `BasePPOTrainer.broadcast_to_vllm`, overridden: newer heads into the engines
+    evaluation       `PPOTrainer.evaluate`, overridden: what is drafted in it is not counted
 
 With a stand-alone companion (MEDUSA_PPO_COMPANION and MEDUSA_PPO_FEED in the environment, `heads:
 {path: HEADS}` in heads.yaml) it replaces two names, and no trainer; so it works with
@@ -310,6 +311,11 @@ def trainer_actor() -> Any:
             self._medusa_version += 1
             self.medusa.updated(self._medusa_version)
             self.medusa.synced(lost_heads=False)
+
+        def evaluate(self, global_step: int, **generate_kwargs: Any) -> Any:
+            logs = super().evaluate(global_step, **generate_kwargs)
+            self.medusa.forget_generated()
+            return logs
 
         def _medusa_sampling(self) -> Sampling:
             return Sampling(

@@ -221,6 +221,17 @@ class RemoteAttachment(Attachment):
         self._rollouts = rollouts
         return self.plugin.rollout_ready(rollouts) is not None
 
+    def forget_generated(self) -> None:
+        """Call this when the engines have generated for the loop's validation: its drafts are not
+        those of the next rollouts.
+        """
+        engine = self.engine
+        if engine is None:
+            return
+        self._before = engine.counters()
+        if self.config.engine.chooses_drafts:
+            engine.choices()
+
     def scored(self, taken: Sequence[Taken | None]) -> None:
         """Call this after the log-prob pass with what each worker took, if `generated` said so."""
         found = next((part for part in taken if part is not None), None)

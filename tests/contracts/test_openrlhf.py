@@ -162,6 +162,22 @@ def test_the_trainers_hooks_are_called_in_the_order_that_we_need():
     assert 'method_name="forward"' in inspect.getsource(experience_maker)
 
 
+def test_an_evaluation_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    from openrlhf.trainer import ppo_trainer
+
+    theirs = ours.plain_class(ppo_trainer.PPOTrainer)
+    assert parameters(theirs.evaluate) == ["self", "global_step", "generate_kwargs"]
+    position(source(theirs.fit), "self.train_step(", "self.evaluate(global_step, **")
+    order: list[Any] = []
+    monkeypatch.setattr(
+        theirs, "evaluate", lambda self, step, **given: order.append((step, given)) or "logs"
+    )
+    trainer = object.__new__(ours.plain_class(ours.trainer_actor()))
+    trainer.medusa = Namespace(forget_generated=lambda: order.append("forgotten"))
+    assert trainer.evaluate(3, temperature=0.0) == "logs"
+    assert order == [(3, {"temperature": 0.0}), "forgotten"]
+
+
 def test_sleep_is_level_one_which_keeps_the_heads():
     from openrlhf.trainer.ray import vllm_engine
 

@@ -129,6 +129,12 @@ def test_the_trainers_hooks_are_called_in_the_order_that_we_need(ours: Any):
         "self.on_step_end()",
         "self.logger.log(data=metrics",
     )
+    # Both validations end with our hook, and the rollouts of a step come after it.
+    assert parameters(PPOTrainerSync.on_validate_end) == ["self"]
+    text = source(PPOTrainer.fit)
+    assert text.count("self._validate()") == text.count("self.on_validate_end()") == 2
+    position(text, "self._validate()", "self.on_validate_end()", "self.step(metrics")
+    position(text[text.index("self.on_step_end()") :], "self._validate()", "self.on_validate_end()")
     position(source(PPOTrainer.init), "self._setup()", "self.on_init_end()")
     assert "self.checkpoint_manager.update_weights(self.global_steps)" in source(
         PPOTrainerSync.on_step_end
@@ -151,6 +157,16 @@ def test_the_trainers_hooks_are_called_in_the_order_that_we_need(ours: Any):
     from verl.trainer.ppo.utils import Role
 
     assert {str(Role.ActorRollout), str(Role.ActorRolloutRef)} < set(ours.ACTOR_ROLES)
+
+
+def test_a_validation_is_forgotten(ours: Any) -> None:
+    trainer = object.__new__(ours.MedusaPPOTrainerSync)
+    trainer.medusa = None
+    trainer.on_validate_end()
+    forgotten: list[bool] = []
+    trainer.medusa = SimpleNamespace(forget_generated=lambda: forgotten.append(True))
+    trainer.on_validate_end()
+    assert forgotten == [True]
 
 
 def test_the_worker_has_what_we_tap(ours: Any):

@@ -17,6 +17,7 @@ installed package):
     update           `_update_actor`, overridden: the step's figures
     weight sync      `on_step_end`, overridden: verl's sleep throws the heads away, so they are fed
                      after every sync
+    validation       `on_validate_end`, overridden: what the engines drafted in it is not counted
 
 Shape letters: T tokens of a row, D hidden.
 """
@@ -303,6 +304,11 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
             self.medusa.synced(
                 lost_heads=bool(self.config.actor_rollout_ref.rollout.free_cache_engine)
             )
+
+    def on_validate_end(self) -> None:
+        super().on_validate_end()
+        if self.medusa is not None:
+            self.medusa.forget_generated()
 
     def fit(self, agent_loop_manager: Any) -> None:
         tables: list[Tables | None] = []

@@ -213,6 +213,27 @@ def test_a_loop_is_told_when_the_companion_wants_no_states(chain_actor: Path, tm
     ]
 
 
+def test_what_a_validation_drafts_is_no_rollout(chain_actor: Path, tmp_path: Path) -> None:
+    """The engines' counters grow by 1,000 drafts between a sync and the next rollouts."""
+    attachment = RemoteAttachment(
+        build_config({"heads": {"num_heads": 2}}), str(chain_actor), tmp_path / "medusa"
+    )
+    attachment.forget_generated()  # Not attached yet, as before verl's engines have started.
+    rollouts, validation = Counters(10, 20, 5, (4, 1)), Counters(1000, 2000, 1500, (900, 600))
+    totals = iter([rollouts, rollouts + validation, rollouts + validation + rollouts])
+    workers = RemoteWorkers()
+    attachment.attach(workers, lambda: next(totals))
+    plugin = RestingPlugin()
+    attachment.plugin = cast(Any, plugin)
+    attachment.generated(Sampling())
+    workers.calls.clear()
+    attachment.forget_generated()
+    # What the engines chose in it is no choice of the next step either.
+    assert workers.calls == ["medusa_choices"]
+    attachment.generated(Sampling())
+    assert [seen.counters for seen in plugin.seen] == [rollouts, rollouts]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_tables_are_read_from_the_files_and_are_those_of_the_model(tied: bool, tmp_path: Path):
     torch.manual_seed(0)
