@@ -152,13 +152,13 @@ def policy_actor() -> Any:
     class MedusaPolicyActor(plain_class(ppo_actor.PolicyModelActor)):  # type: ignore[misc]
         _medusa_tap: PassTap | None = None
         _medusa_tables: WorkerTables | None = None
-        _medusa_expected: int = 0
+        _medusa_rows: int = 0
 
         def forward(
             self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any
         ) -> Any:
             # One rank's rows are enough for heads; gathering all would cost the loop bandwidth.
-            if self.strategy.get_rank() != 0 or not self._medusa_expected:
+            if self.strategy.get_rank() != 0 or not self._medusa_rows:
                 return super().forward(sequences, action_mask, attention_mask, **kwargs)
             # Created at the first pass: the model is loaded by a separate call after the
             # constructor.
@@ -179,13 +179,13 @@ def policy_actor() -> Any:
                 )
             return self._medusa_tap
 
-        def medusa_expect(self, tokens: int) -> None:
-            """The next passes cover this many response tokens, over all ranks; 0: their states are
-            not wanted.
+        def medusa_expect(self, tokens: int, rows: int) -> None:
+            """The next passes cover this many response tokens, over all ranks, and so many of their
+            states are wanted.
             """
-            self._medusa_expected = tokens
-            if tokens and self.strategy.get_rank() == 0:
-                self._own_tap().expect(-(-tokens // torch.distributed.get_world_size()))
+            self._medusa_rows = rows
+            if rows and self.strategy.get_rank() == 0:
+                self._own_tap().expect(-(-tokens // torch.distributed.get_world_size()), rows)
 
         def medusa_take(self, policy_version: int, wanted: WantedRows | None) -> Taken | None:
             tap = self._medusa_tap
@@ -272,11 +272,13 @@ def trainer_actor() -> Any:
                 # Announced before the passes: they come in pieces, and each contributes its share
                 # of the sample.
                 tokens = sum(int(sample.action_mask.sum()) for sample in rollout_samples)
-                ray.get(group.async_run_method("medusa_expect", tokens if wanted else 0))
+                with self.medusa.plugin.exposed():
+                    ray.get(group.async_run_method("medusa_expect", tokens, wanted))
                 experiences = make(rollout_samples)
                 if wanted:
-                    asked = self._medusa_version, self.medusa.wanted_rows()
-                    self.medusa.scored(ray.get(group.async_run_method("medusa_take", *asked)))
+                    with self.medusa.plugin.exposed():
+                        asked = self._medusa_version, self.medusa.wanted_rows()
+                        self.medusa.scored(ray.get(group.async_run_method("medusa_take", *asked)))
                 return experiences
 
             # Replaced on the object: OpenRLHF's constructor creates it, and offers no way to use a

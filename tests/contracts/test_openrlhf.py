@@ -24,6 +24,7 @@ pytest.importorskip(
 from heads.checkpoint import checksum, load_state, save_heads, save_state
 from heads.errors import ConfigError
 from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.companion.positions import block_rows
 from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.feeds.http_feed import FEED_TOKEN
@@ -284,14 +285,12 @@ class EngineWrapper(torch.nn.Module):
         return self.module(*args, **kwargs)
 
 
-@torch.no_grad()
-def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.MonkeyPatch):
-    """OpenRLHF's worker and model classes on the CPU; only the device and DeepSpeed's wrapper are
-    stood in for.
+def policy_worker(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """OpenRLHF's worker and model classes on the CPU, alone in its group; only the device and
+    DeepSpeed's wrapper are stood in for.
     """
     from openrlhf.models.actor import Actor
 
-    model, rows, states_MD, logprobs_M = scored
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     actor = Actor.__new__(Actor)
     torch.nn.Module.__init__(actor)
@@ -306,23 +305,36 @@ def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.Monkey
     worker.strategy = Namespace(ring_attn_group=None, get_rank=lambda: 0, args=args)
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    return worker
+
+
+def forward(worker: Any, rows: Any) -> None:
+    """One experience each, padded on the right as OpenRLHF does it."""
+    for prompt, answer in rows:
+        length = len(prompt) + len(answer)
+        sequences = torch.zeros(1, length + 2, dtype=torch.int64)
+        attention = torch.zeros(1, length + 2, dtype=torch.int64)
+        sequences[0, :length] = torch.tensor([*prompt, *answer])
+        attention[0, :length] = 1
+        actions = torch.zeros(1, length + 1, dtype=torch.int64)
+        actions[0, len(prompt) - 1 : length - 1] = 1
+        worker.forward(sequences=sequences, action_mask=actions, attention_mask=attention)
+
+
+@torch.no_grad()
+def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.MonkeyPatch):
+    model, rows, states_MD, logprobs_M = scored
+    worker = policy_worker(model, monkeypatch)
 
     def score() -> None:
-        for prompt, answer in rows:  # one experience each, padded on the right as OpenRLHF does it
-            length = len(prompt) + len(answer)
-            sequences = torch.zeros(1, length + 2, dtype=torch.int64)
-            attention = torch.zeros(1, length + 2, dtype=torch.int64)
-            sequences[0, :length] = torch.tensor([*prompt, *answer])
-            attention[0, :length] = 1
-            actions = torch.zeros(1, length + 1, dtype=torch.int64)
-            actions[0, len(prompt) - 1 : length - 1] = 1
-            worker.forward(sequences=sequences, action_mask=actions, attention_mask=attention)
+        forward(worker, rows)
 
     wanted = WantedRows(torch.tensor([0, 3]), embedding=True)
-    worker.medusa_expect(0)
+    tokens = sum(len(answer) for _, answer in rows)
+    worker.medusa_expect(tokens, 0)
     score()
     assert worker.medusa_take(3, wanted) is None  # The companion rests: nothing was tapped.
-    worker.medusa_expect(sum(len(answer) for _, answer in rows))
+    worker.medusa_expect(tokens, 1000)
     score()
 
     taken = worker.medusa_take(4, wanted)
@@ -334,6 +346,23 @@ def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.Monkey
     torch.testing.assert_close(batch.hidden_MD, states_MD, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(batch.logprobs_M, logprobs_M, rtol=1e-4, atol=1e-5)
     assert batch.prompts_S.tolist() == [0, 1, 0] and batch.policy_version == 4
+
+
+@torch.no_grad()
+def test_no_more_states_are_kept_than_the_companion_takes(
+    scored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 kept all 2,400, up to half of `companion.queue_bytes`, for a companion that had time
+    for 1,000.
+    """
+    worker = policy_worker(scored[0], monkeypatch)
+    rows = [((5, number), tuple(range(1, 25))) for number in range(100)]
+    worker.medusa_expect(2400, 1000)
+    forward(worker, rows)
+    batch = worker.medusa_take(0, None).batch
+    heads = build_config({}).heads.num_heads
+    assert 500 <= len(batch.hidden_MD) <= 1000 + block_rows(1000, heads)
+    assert len(batch.hidden_MD) + batch.left_out == 2400
 
 
 def test_the_rows_of_its_replay_buffer_are_those_that_it_trains_on() -> None:

@@ -314,6 +314,51 @@ def test_its_own_log_prob_pass_is_tapped(ours: Any, scored: Any, remove_padding:
     torch.testing.assert_close(batch.logprobs_M, logprobs_M, rtol=1e-4, atol=1e-5)
 
 
+@torch.no_grad()
+def test_no_more_states_are_kept_than_the_companion_takes(
+    ours: Any, scored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker kept all 2,400, up to half of `companion.queue_bytes`, for a companion that had
+    time for 1,000. verl's own pass is stood in for by one padded row at a time.
+    """
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    from medusa_ppo.companion.positions import block_rows
+
+    model = scored[0]
+    rows = [[5, number, *range(1, 25)] for number in range(100)]
+
+    def score(self: Any, data: Any) -> dict[str, torch.Tensor]:
+        for ids_T in data["input_ids"].unbind():
+            model(input_ids=ids_T[None])
+        return {"log_probs": data["input_ids"].float()}
+
+    def nested(parts: list[list[int]]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(
+            [torch.tensor(part) for part in parts], layout=torch.jagged
+        )
+
+    monkeypatch.setattr(ActorRolloutRefWorker, "compute_log_prob", score)
+    worker = object.__new__(ours.MedusaActorRolloutRefWorker)
+    engine = SimpleNamespace(
+        module=model, get_data_parallel_rank=lambda: 0, is_param_offload_enabled=False
+    )
+    worker.actor = SimpleNamespace(engine=engine)
+    worker.config = verl_config().actor_rollout_ref
+    OmegaConf.update(worker.config, "medusa_bytes", 2**30, force_add=True)
+    OmegaConf.update(worker.config, "medusa_ahead", 4, force_add=True)
+    monkeypatch.setattr(ours.MedusaActorRolloutRefWorker, "rank", 0, raising=False)
+    data = {"input_ids": nested(rows), "response_mask": nested([[1] * 24] * 100)}
+    worker.medusa_expect(0)
+    worker.compute_log_prob(data)
+    assert worker._medusa_tap is None, "the companion rests"
+    worker.medusa_expect(1000)
+    worker.compute_log_prob(data)
+    batch = worker.medusa_take(0, None).batch
+    assert 500 <= len(batch.hidden_MD) <= 1000 + block_rows(1000, 4)
+    assert len(batch.hidden_MD) + batch.left_out == 2400
+
+
 def verl_config(megatron: bool = False, **changes: Any) -> Any:
     """verl's own default configuration, with the actor's folder and our line."""
     import verl

@@ -4,6 +4,7 @@ foreign engine is stood in for.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from heads.checkpoint import (
 from heads.errors import ConfigError
 from medusa_ppo.actors import hf
 from medusa_ppo.actors.hf import HFActor, load_actor
+from medusa_ppo.companion.positions import ROW_BYTES
 from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
@@ -44,6 +46,7 @@ from medusa_ppo.loops.remote import (
     refuse,
     serve,
 )
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 from medusa_ppo.reports.store import read_run
 from medusa_ppo.runtime.control_guard import TOKEN
 
@@ -147,7 +150,8 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
     tables = WorkerTables(HFActor(actor))
     rows = rows_of(actor, 64)
     for step in range(2):
-        assert attachment.generated(Sampling())
+        row_bytes = actor.config.hidden_size * 4 + ROW_BYTES
+        assert attachment.generated(Sampling()) == config.companion.queue_bytes // 2 // row_bytes
         with torch.no_grad(), tap.watch(rows):
             ids = torch.tensor([prompt + answer for prompt, answer in rows])
             logits = actor(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
@@ -186,10 +190,14 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
 
 
 class RestingPlugin:
-    """Wants the states of every second batch."""
+    """Wants states of every second batch: 1,000."""
 
     def __init__(self) -> None:
         self.seen: list[Rollouts] = []
+        self.exposed = contextlib.nullcontext
+
+    def most_states(self) -> int:
+        return 1000
 
     def rollout_ready(self, rollouts: Rollouts) -> object | None:
         self.seen.append(rollouts)
@@ -206,11 +214,34 @@ def test_a_loop_is_told_when_the_companion_wants_no_states(chain_actor: Path, tm
     attachment.attach(RemoteWorkers(), lambda: next(totals))
     plugin = RestingPlugin()
     attachment.plugin = cast(Any, plugin)
-    assert attachment.generated(Sampling()) and not attachment.generated(Sampling())
+    assert [attachment.generated(Sampling()) for _ in range(2)] == [1000, 0]
     assert [rollouts.counters for rollouts in plugin.seen] == [
         Counters(10, 20, 5, (4, 1)),
         Counters(20, 40, 20, (12, 8)),
     ]
+
+
+def test_what_the_engines_are_asked_counts_as_waiting(chain_actor: Path, tmp_path: Path) -> None:
+    attachment = RemoteAttachment(
+        build_config({"heads": {"num_heads": 2}}), str(chain_actor), tmp_path / "medusa"
+    )
+    now = 0.0
+
+    def answer() -> Counters:
+        nonlocal now
+        now += 5.0
+        return Counters()
+
+    attachment.attach(RemoteWorkers(), answer)
+    assert attachment.engine is not None
+    attachment.plugin = plugin = MedusaPlugin(attachment.engine, None, clock=lambda: now)
+    attachment.generated(Sampling())
+    assert plugin.metrics()[names.PLUGIN_EXPOSED_S] == 5.0
+    attachment.forget_generated()
+    with plugin.exposed(), plugin.exposed():
+        now += 2.0
+    now += 100.0
+    assert plugin.metrics()[names.PLUGIN_EXPOSED_S] == 7.0, "contexts inside one count once"
 
 
 def test_what_a_validation_drafts_is_no_rollout(chain_actor: Path, tmp_path: Path) -> None:
