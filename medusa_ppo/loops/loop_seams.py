@@ -112,6 +112,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         _seam(f"{OPENRLHF}.ray.ppo_actor:PolicyModelActor.fit", "kl_ctl"),
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.__init__", "pretrain strategy", "begins"),
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.fit", "global_step"),
+        _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.init_checkpoint_states", ""),
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.train_step", "rollout_samples global_step"),
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.broadcast_to_vllm", ""),
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.evaluate", "global_step", "begins"),

@@ -284,18 +284,20 @@ def trainer_actor() -> Any:
             # Replaced on the object: OpenRLHF's constructor creates it, and offers no way to use a
             # different class.
             self.experience_maker.make_experience_batch = make_and_take
-            self._medusa_version = 0
+            # The actor's version, and the one that its next broadcast brings to the engines.
+            self._medusa_version = self._medusa_next = 0
 
         def fit(self, global_step: int = 0) -> None:
-            # Above zero when training continues from a checkpoint.
-            self._medusa_version = global_step
+            # OpenRLHF asks for the checkpoint's states again, and counts on from them.
+            resumed = int(self.init_checkpoint_states()["global_step"])
+            self._medusa_version = self._medusa_next = resumed or global_step
             engines = self.vllm_engines
             with engines_awake(self.args, engines):
                 self.medusa.attach(
                     lambda method, args: call_all(engines, method, args),
                     lambda: sum_counters(engines),
                 )
-            self.medusa.start()
+            self.medusa.start(self._medusa_version)
             tables: list[Tables | None] = []
             try:
                 super().fit(global_step)
@@ -304,13 +306,15 @@ def trainer_actor() -> Any:
                 self.medusa.end(tables)
 
         def train_step(self, rollout_samples: Any, global_step: int) -> Any:
+            self._medusa_version, self._medusa_next = global_step, global_step + 1
             status, step = super().train_step(rollout_samples, global_step)
             return {**status, **self.medusa.figures()}, step
 
         def broadcast_to_vllm(self) -> None:
             # With sleep mode the engines' weights are awake now, and level 1 has kept the heads.
             super().broadcast_to_vllm()
-            self._medusa_version += 1
+            # OpenRLHF also sends a checkpoint's actor, before the first step: that is no update.
+            self._medusa_version = self._medusa_next
             self.medusa.updated(self._medusa_version)
             self.medusa.synced(lost_heads=False)
 

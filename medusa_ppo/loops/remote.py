@@ -178,10 +178,14 @@ class RemoteAttachment(Attachment):
             call, self._kept_state, counters=counters, drafting=self._plan.drafting
         )
 
-    def start(self) -> None:
+    def start(self, version: int = 0) -> None:
         """Call this when training begins. Starts the companion, the plugin and the run folder; Ray
         is started by the loop.
+
+        Args:
+            version: the actor's version; above 0 if the loop goes on from a checkpoint.
         """
+        self._policy_version = version
         assert self.engine is not None, "attach() comes first"
         self.plugin = MedusaPlugin.start_from_tables(
             self.config, self._heads, self._tables, self.engine, self.folder

@@ -179,6 +179,109 @@ def test_an_evaluation_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert order == [(3, {"temperature": 0.0}), "forgotten"]
 
 
+class NotedAttachment:
+    """In the place of RemoteAttachment, which starts a companion: what it is told."""
+
+    def __init__(self) -> None:
+        self.plugin = Namespace(exposed=contextlib.nullcontext)
+        self.told: list[tuple[str, Any]] = []
+
+    def start(self, version: int = 0) -> None:
+        self.told.append(("start", version))
+
+    def updated(self, version: int) -> None:
+        self.told.append(("updated", version))
+
+    def scored(self, taken: Any) -> None:
+        self.told.append(("scored", taken))
+
+    def generated(self, sampling: Any) -> int:
+        return 1000
+
+    def attach(self, call: Any, counters: Any) -> None: ...
+
+    def wanted_rows(self) -> None: ...
+
+    def synced(self, *, lost_heads: bool) -> None: ...
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def end(self, tables: Any) -> None: ...
+
+
+@pytest.mark.parametrize("step", [0, 7], ids=["new", "resumed"])
+def test_the_actors_versions_go_on_from_a_checkpoint(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenRLHF's own `fit` and `train_step`; what they call on workers and engines is stood in
+    for. The first batch after a resume said 1, as did the second one of a new run.
+    """
+    import ray
+    from openrlhf.trainer import ppo_trainer
+
+    theirs = ours.plain_class(ppo_trainer.PPOTrainer)
+    states = {"episode": 0, "global_step": step, "total_consumed_prompts": 0}
+
+    def init(self: Any, pretrain: str, strategy: Any) -> None:
+        self.args = strategy.args
+        self.vllm_engines = []
+        self.actor_model_group = Namespace(
+            async_run_method=lambda name, *given: given,
+            async_run_method_batch=lambda **given: [],
+        )
+        self.critic_model_group = self.wandb_logger = self.tensorboard_logger = None
+        self.eval_dataloader = None
+        self.generate_kwargs = {}
+        self.tokenizer = Namespace(decode=lambda *_, **__: "text")
+        experience = Namespace(sequences=torch.zeros(1, 1, 2), info={"reward": torch.zeros(1, 1)})
+        self.experience_maker = Namespace(make_experience_batch=lambda samples: [experience])
+        batches = iter([([sample], 1.0, 1, False), ([sample], 1.0, 1, True)])
+        self.samples_generator = Namespace(generate_samples=lambda: next(batches))
+
+        class Loader(list[Any]):
+            def state_dict(self) -> dict[str, Any]:
+                return {}
+
+        self.prompts_dataloader = Loader([0, 1])
+
+    sample = Namespace(action_mask=torch.ones(1, 3))
+    monkeypatch.setattr(theirs, "__init__", init)
+    for name, found in {
+        "init_checkpoint_states": states | {"data_loader_state_dict": {}},
+        "restore_best_checkpoint_state": None,
+        "save_logs_and_checkpoints": None,
+        "_compute_rollout_stats": {},
+        "ppo_train": {},
+        "broadcast_to_vllm": None,
+    }.items():
+        monkeypatch.setattr(theirs, name, lambda *_, found=found: found)
+    attachment = NotedAttachment()
+    monkeypatch.setattr(ours, "RemoteAttachment", lambda *_: attachment)
+    monkeypatch.setattr(ours, "call_all", lambda *_: [])
+    monkeypatch.setattr(ray, "get", lambda refs: refs)
+    args = Namespace(
+        medusa=None,
+        ckpt=Namespace(output_dir="out"),
+        vllm=Namespace(enable_sleep=False),
+        rollout=Namespace(temperature=1.0, top_p=1.0, batch_size=1, n_samples_per_prompt=1),
+        train=Namespace(num_episodes=1, dynamic_batch_enable=False),
+        algo=Namespace(dynamic_filtering_enable=False),
+        eval=Namespace(steps=1),
+    )
+    trainer = ours.plain_class(ours.trainer_actor())("actor", Namespace(args=args))
+    trainer.fit()
+    resent = [("updated", step)] if step else []
+    assert attachment.told == [
+        ("start", step),
+        *resent,
+        ("scored", (step, None)),
+        ("updated", step + 1),
+        ("scored", (step + 1, None)),
+        ("updated", step + 2),
+    ]
+
+
 def test_sleep_is_level_one_which_keeps_the_heads():
     from openrlhf.trainer.ray import vllm_engine
 

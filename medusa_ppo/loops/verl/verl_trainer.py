@@ -275,7 +275,7 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
             self.medusa.attach(
                 lambda method, args: call_all(servers, method, args), lambda: sum_counters(servers)
             )
-            self.medusa.start()
+            self.medusa.start(self.global_steps)
             # They have slept before, and verl's sleep throws the heads away with the weights.
             self.medusa.synced(lost_heads=True)
 
