@@ -47,6 +47,7 @@ class TappedPolicyWorker:
 
     _medusa_tap: CompanionTap | None = None
     _medusa_secrets: ClassVar[Mapping[str, str]] = {}
+    _medusa_top: ClassVar[tuple[float, int]] = (1.0, 0)
 
     def forward_backward(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """As SkyRL's."""
@@ -64,10 +65,13 @@ class TappedPolicyWorker:
         if self._medusa_tap is None:
             worker: Any = self
             os.environ.update(self._medusa_secrets)
+            top_p, top_k = self._medusa_top
             self._medusa_tap = CompanionTap(
                 worker.model.model,
                 companion_address(),
                 temperature=worker.cfg.algorithm.temperature,
+                top_p=top_p,
+                top_k=top_k,
             )
         return self._medusa_tap
 
@@ -99,13 +103,21 @@ def unsupported(cfg: Any) -> dict[str, bool]:
     }
 
 
-def tapped(worker: type[Any], secrets: Mapping[str, str] | None = None) -> type[Any]:
+def tapped(
+    worker: type[Any],
+    secrets: Mapping[str, str] | None = None,
+    *,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> type[Any]:
     """A policy worker of SkyRL that taps its update.
 
     Args:
         secrets: environment variables that it sets before it calls the companion.
+        top_p, top_k: how the rollouts are sampled. A worker's configuration has only the
+            temperature.
     """
-    ours = {"_medusa_secrets": secrets or {}}
+    ours = {"_medusa_secrets": secrets or {}, "_medusa_top": (top_p, top_k)}
     return type(f"Tapped{worker.__name__}", (TappedPolicyWorker, worker), ours)
 
 
@@ -114,7 +126,11 @@ def _run(cfg: Any, secrets: Mapping[str, str]) -> None:
     from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker
     from skyrl.train.entrypoints.main_base import BasePPOExp
 
-    worker = ray.remote(num_gpus=1)(tapped(fsdp_worker.FSDPPolicyWorkerBase, secrets))
+    sampling = cfg.generator.sampling_params
+    made = tapped(
+        fsdp_worker.FSDPPolicyWorkerBase, secrets, top_p=sampling.top_p, top_k=sampling.top_k
+    )
+    worker = ray.remote(num_gpus=1)(made)
     # SkyRL imports the name when it sets up the trainer.
     with replaced(fsdp_worker, "PolicyWorker", worker):
         BasePPOExp(cfg).run()

@@ -119,6 +119,23 @@ def test_tokens_do_not_go_through_rays_logs(monkeypatch: pytest.MonkeyPatch) -> 
     assert handed == [{COMPANION_TOKEN: "a secret of this test"}]
 
 
+def test_the_sampling_of_its_rollouts_reaches_the_tap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers get `cfg.trainer` alone, and its rollouts the generator's own parameters."""
+    from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker
+    from skyrl.train.entrypoints import main_base
+
+    cfg = config("generator.sampling_params.top_p=0.9", "generator.sampling_params.top_k=20")
+    made: list[Any] = []
+    ray_double = SimpleNamespace(remote=lambda **_: lambda kind: made.append(kind) or kind)
+    monkeypatch.setattr(ours, "ray", ray_double)
+    experiment = SimpleNamespace(run=lambda: made.append(fsdp_worker.PolicyWorker))
+    monkeypatch.setattr(main_base, "BasePPOExp", lambda cfg: experiment)
+    ours._run(cfg, {COMPANION_TOKEN: "a secret of this test"})
+    kind, running = made
+    assert running is kind and kind._medusa_top == (0.9, 20)
+    assert kind._medusa_secrets == {COMPANION_TOKEN: "a secret of this test"}
+
+
 def test_heads_are_an_argument_of_its_engines_and_its_own_key_refuses_them() -> None:
     from skyrl.backends.skyrl_train.inference_servers import utils as servers
     from skyrl.train.utils import utils

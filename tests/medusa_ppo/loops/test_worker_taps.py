@@ -16,7 +16,8 @@ import torch
 
 from heads.errors import ConfigError
 from medusa_ppo.actors.hf import load_actor
-from medusa_ppo.companion.companion_link import COMPANION_TOKEN
+from medusa_ppo.companion.companion_link import COMPANION_TOKEN, HttpLink
+from medusa_ppo.companion.parts_wire import PartHeader, Wish
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.feeds.http_feed import FEED_TOKEN
 from medusa_ppo.loops import nemo_rl, skyrl
@@ -99,7 +100,15 @@ def test_skyrls_update_is_tapped(
     # Only the driver has the token; its class brings it.
     secrets = own_secrets()
     monkeypatch.delenv(COMPANION_TOKEN)
-    worker = skyrl.tapped(SkyRLWorker, secrets)(load_actor(chain_actor))
+    worker = skyrl.tapped(SkyRLWorker, secrets, top_p=0.9, top_k=20)(load_actor(chain_actor))
+    headers: list[PartHeader] = []
+    put = HttpLink.put
+
+    def noted(self: HttpLink, path: Path, header: PartHeader) -> Wish:
+        headers.append(header)
+        return put(self, path, header)
+
+    monkeypatch.setattr(HttpLink, "put", noted)
     data = {
         "sequences": torch.tensor([[0, *PROMPT, *RESPONSE], [0, 0, 7, 8, 4, 9]]),
         "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]]),
@@ -112,6 +121,8 @@ def test_skyrls_update_is_tapped(
         assert worker.optim_step() == 1.0
         assert worker._medusa_tap.drain(30) and not worker._medusa_tap.problem
     assert [batch.response_ids_M.tolist() for batch in seen] == [[*RESPONSE, 4, 9]] * 2
+    sampled = [(header.temperature, header.top_p, header.top_k) for header in headers]
+    assert sampled == [(1.0, 0.9, 20)] * 2
     assert [batch.policy_version for batch in seen] == [0, 1]
     assert seen[0].logprobs_M.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5])
     worker._medusa_tap.close()
