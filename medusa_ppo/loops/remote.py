@@ -35,7 +35,7 @@ from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
 from medusa_ppo.engines.colocated import AttachedEngine, Call
 from medusa_ppo.engines.launch import HOST, SERVER_MODULE, engine_flags, plan_launch
 from medusa_ppo.engines.rollout_engine import RolloutEngine
-from medusa_ppo.loops.attachment import OURS, Attachment
+from medusa_ppo.loops.attachment import OURS, Attachment, start_or_resume
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime.control_guard import GUARD, TOKEN
@@ -187,8 +187,13 @@ class RemoteAttachment(Attachment):
         """
         self._policy_version = version
         assert self.engine is not None, "attach() comes first"
-        self.plugin = MedusaPlugin.start_from_tables(
-            self.config, self._heads, self._tables, self.engine, self.folder
+        engine, folder = self.engine, self.folder
+        self.plugin = start_or_resume(
+            lambda state: MedusaPlugin.start_from_tables(
+                self.config, self._heads, self._tables, engine, folder, resume_from=state
+            ),
+            folder,
+            version,
         )
         self._stack.callback(self.plugin.close)
         self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))

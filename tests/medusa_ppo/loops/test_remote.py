@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,15 +27,17 @@ from heads.checkpoint import (
     load_heads,
     load_state,
 )
-from heads.errors import ConfigError
+from heads.errors import CompanionError, ConfigError
 from medusa_ppo.actors import hf
 from medusa_ppo.actors.hf import HFActor, load_actor
 from medusa_ppo.companion.positions import ROW_BYTES
+from medusa_ppo.companion.service import STATE_FILE
 from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
 from medusa_ppo.loops import remote
+from medusa_ppo.loops.attachment import start_or_resume
 from medusa_ppo.loops.passes import PassTap
 from medusa_ppo.loops.remote import (
     RemoteAttachment,
@@ -187,6 +190,54 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
     sent = [step[names.TABLE_BYTES] for step in run.steps]
     assert sent[0] > 0 and sent[-1] <= 2 * 2 * actor.lm_head.weight.nbytes
     assert workers.calls.count("medusa_target_changed") == 2
+
+    # A run that goes on from a checkpoint drafts with what the earlier one had, not with its first
+    # heads; its version is the loop's.
+    again = RemoteAttachment(config, str(chain_actor), tmp_path / "medusa")
+    later = RemoteWorkers()
+    again.attach(later, Counters)
+    again.start(2)
+    again.synced(lost_heads=False)
+    assert (later.version, later.heads) == (workers.version, workers.heads)
+    assert again.generated(Sampling())
+    again.updated(3)
+    again.end()
+    (step,) = read_run(tmp_path / "medusa").steps
+    assert step[names.POLICY_VERSION] == 2
+
+
+def test_heads_go_on_from_the_companions_state_if_the_loop_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else they begin anew, and the log says why; a new training takes nothing from an old one."""
+    asked: list[str] = []
+    fits = True
+    plugin = cast(MedusaPlugin, object())
+
+    def start(state: str) -> MedusaPlugin:
+        asked.append(state)
+        if state and not fits:
+            raise CompanionError("Another shape.", given="2", expected="3", do="Begin anew.")
+        return plugin
+
+    def started(version: int) -> list[str]:
+        asked.clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="medusa_ppo"):
+            assert start_or_resume(start, tmp_path, version) is plugin
+        return [record.getMessage() for record in caplog.records]
+
+    assert not started(0)
+    (told,) = started(7)
+    assert "version 7" in told and "there is none" in told and asked == [""]
+    state = tmp_path / "companion"
+    state.mkdir()
+    (state / STATE_FILE).write_bytes(b"a state")
+    assert not started(7) and asked == [str(state)]
+    assert not started(0) and asked == [""]
+    fits = False
+    (told,) = started(7)
+    assert "Another shape." in told and asked == [str(state), ""]
 
 
 class RestingPlugin:
