@@ -221,17 +221,22 @@ class CompanionClient:
                 self._rows = rollouts.policy_version, *self._put_rows(collector.token_ids())
         return collector
 
-    def _sample(self, tokens: int) -> EarlySample | None:
-        """Which of this many tokens to submit: as many as fit next to the previous batch and the
-        companion has time for. None: all.
+    def most_rows(self) -> int:
+        """How many rows of the next batch to submit: as many as fit next to the previous batch and
+        the companion has time for.
         """
         config = self._config
         rows = config.queue_bytes // 2 // self._row_bytes
         if self._position_s and self._step_s and not self.shared and not config.wait:
             rows = min(rows, int(self._step_s / self._position_s))
+        return max(1, rows)
+
+    def _sample(self, tokens: int) -> EarlySample | None:
+        """Which of this many tokens to submit; None: all."""
+        rows = self.most_rows()
         if rows >= tokens:
             return None
-        return EarlySample(max(1, rows), HOLDOUT_SHARE, self._seed, self._ahead)
+        return EarlySample(rows, HOLDOUT_SHARE, self._seed, self._ahead)
 
     def give_way(self, wanted: bool) -> None:
         """Ask the companion to pause or to continue, if it shares cores or a device with it."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -27,9 +28,10 @@ import torch
 from torch import nn
 
 from heads.checkpoint import save_state
-from heads.errors import ConfigError
+from heads.errors import CompanionError, ConfigError
 from medusa_ppo.actors.hf import HFActor
 from medusa_ppo.companion.positions import EarlySample
+from medusa_ppo.companion.service import STATE_FILE
 from medusa_ppo.config.run_config import RunConfig, build_config, load_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.figures import logged, rollout_figures
@@ -52,11 +54,15 @@ from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.processes import local_ray
 
+logger = logging.getLogger(__name__)
+
 SPECULATION = ("speculative_config", "additional_config")
 """The arguments of our own engines without which no engine drafts with our heads."""
 OURS = (*SPECULATION, "worker_extension_cls", "disable_log_stats")
 """Those that an engine needs so that a loop's process can call it."""
 FINAL_HEADS = "heads-final"
+COMPANION_FOLDER = "companion"
+"""Folder within the run's, where the companion keeps its state."""
 READ_ROWS = 8
 """Number of a warm-up's responses that the actor scores at once."""
 
@@ -73,6 +79,34 @@ def as_config(
         medusa = build_config(dict(medusa))
     config = medusa if isinstance(medusa, RunConfig) else load_config(medusa)
     return config if config.companion.enabled or config.engine.num_drafts != 0 else None
+
+
+def start_or_resume(
+    start: Callable[[str], MedusaPlugin], folder: Path, version: int
+) -> MedusaPlugin:
+    """A plugin for a loop whose actor has this version. Above 0 the loop goes on from a checkpoint:
+    then heads go on from what the companion last saved in the run's folder, if they can.
+
+    Args:
+        start: starts the plugin, from a folder with a companion's state; empty: anew.
+    """
+    state = folder / COMPANION_FOLDER
+    if not version:
+        return start("")
+    problem = "there is none"
+    if (state / STATE_FILE).is_file():
+        try:
+            return start(str(state))
+        except CompanionError as error:
+            problem = str(error)
+    logger.warning(
+        "The loop goes on from version %d of its actor, but its heads begin anew: the companion's"
+        " state of the earlier run can't be used (%s): %s",
+        version,
+        state / STATE_FILE,
+        problem,
+    )
+    return start("")
 
 
 class Attachment:
@@ -288,10 +322,14 @@ class Attachment:
 
     # ---- the trainer's events
 
-    def begin(self, model: nn.Module) -> None:
+    def begin(self, model: nn.Module, version: int = 0) -> None:
         """Call this when training begins. Starts Ray (if there is none), the companion, the plugin,
         the tap and the run folder.
+
+        Args:
+            version: the actor's version; above 0 if the trainer goes on from a checkpoint.
         """
+        self._policy_version = version
         atexit.register(self._stack.close)  # A failed training never reaches end().
         self._actor = actor = self._view(model)
         plugin = self._led(lambda: self._start(actor))
@@ -309,7 +347,12 @@ class Attachment:
         self._stack.enter_context(
             local_ray(cpus=1 + companion.workers, queue_bytes=companion.queue_bytes)
         )
-        plugin = MedusaPlugin.start(self.config, actor, self.engine, self.folder)
+        engine, folder = self.engine, self.folder
+        plugin = start_or_resume(
+            lambda state: MedusaPlugin.start(self.config, actor, engine, folder, resume_from=state),
+            folder,
+            self._policy_version,
+        )
         self._stack.callback(plugin.close)
         self.plugin = plugin
         self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))

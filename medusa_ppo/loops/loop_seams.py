@@ -76,12 +76,15 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         _seam(f"{VERL}.trainer_base:PPOTrainer._init_resource_pool_mgr", ""),
         _seam(f"{VERL}.trainer_base:PPOTrainer._compute_old_log_prob", "batch metrics"),
         _seam(f"{VERL}.trainer_base:PPOTrainer._update_actor", "batch metrics"),
+        _seam(f"{VERL}.trainer_base:PPOTrainer.on_validate_end", ""),
         _seam(f"{VERL}.trainer_sync:PPOTrainerSync.on_init_end", ""),
         _seam(f"{VERL}.trainer_sync:PPOTrainerSync.on_step_end", ""),
         _seam("verl.workers.engine_workers:ActorRolloutRefWorker.compute_log_prob", "data"),
         _seam("verl.workers.rollout.replica:RolloutReplicaRegistry.register"),
         _seam("verl.single_controller.base.decorator:make_nd_compute_dataproto_dispatch_fn"),
     ),
+    # Looked up in the driver, before it starts Ray.
+    "verl.environment": (_seam("verl.trainer.constants_ppo:get_ppo_ray_runtime_env"),),
     # Looked up in each process that has a worker, which never imports the trainer.
     "verl.worker": (
         _seam("verl.workers.engine_workers:ActorRolloutRefWorker.compute_log_prob", "data"),
@@ -109,8 +112,10 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         _seam(f"{OPENRLHF}.ray.ppo_actor:PolicyModelActor.fit", "kl_ctl"),
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.__init__", "pretrain strategy", "begins"),
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.fit", "global_step"),
+        _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.init_checkpoint_states", ""),
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.train_step", "rollout_samples global_step"),
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.broadcast_to_vllm", ""),
+        _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.evaluate", "global_step", "begins"),
         _seam("openrlhf.utils:get_strategy"),
     ),
     "skyrl": (

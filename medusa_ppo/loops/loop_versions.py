@@ -20,6 +20,7 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "trl": ("1.16",),
     "trl.experimental.ppo": ("1.12",),
     "verl": ("0.9",),
+    "verl.environment": ("0.9",),
     "verl.worker": ("0.9",),
     "verl.server": ("0.9",),
     "openrlhf": ("0.11",),

@@ -11,6 +11,7 @@ package):
     rollouts         `RemoteExperienceMaker.make_experience_batch`, wrapped: what was tapped goes to
                      the companion, with the rows of lm_head and embedding that it needs
     weight sync      `BasePPOTrainer.broadcast_to_vllm`, overridden: newer heads into the engines
+    evaluation       `PPOTrainer.evaluate`, overridden: what is drafted in it is not counted
 
 With a stand-alone companion (MEDUSA_PPO_COMPANION and MEDUSA_PPO_FEED in the environment, `heads:
 {path: HEADS}` in heads.yaml) it replaces two names, and no trainer; so it works with
@@ -56,7 +57,14 @@ from medusa_ppo.loops.remote import (
     sum_counters,
 )
 from medusa_ppo.loops.tap import CompanionTap
-from medusa_ppo.loops.worker_tap import COMPANION, Rows, companion_address
+from medusa_ppo.loops.worker_tap import (
+    COMPANION,
+    OURS,
+    Rows,
+    companion_address,
+    own_secrets,
+    own_variables,
+)
 from medusa_ppo.runtime.processes import on_one_node
 from medusa_ppo.vllm_plugin.worker_calls import DRAFTING
 
@@ -64,6 +72,8 @@ logger = logging.getLogger(__name__)
 
 WORKER_EXTENSION = "medusa_ppo.loops.openrlhf.MedusaOpenRLHFWorker"
 CLI = "openrlhf.cli.train_ppo_ray"
+VLLM_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+"""vLLM's variable: which ones its own Ray workers get besides those that it knows."""
 FOLDER = "medusa"
 """The run's folder, inside OpenRLHF's folder for checkpoints."""
 
@@ -104,9 +114,14 @@ def rollout_actor(arguments: dict[str, Any]) -> Any:
 
     from medusa_ppo.engines.colocated import process_counters
 
+    # Ray gives an actor's process what its node has, not what the driver has: the class brings it.
+    variables = own_variables() | own_secrets()
+
     class MedusaRolloutActor(plain_class(vllm_engine.RolloutRayActor)):  # type: ignore[misc]
         # Async as in OpenRLHF's class; Ray awaits it.
         async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
+            # Before vLLM starts: it looks for its feed when it does.
+            take_variables(variables)
             await super().__init__(*args, **{**kwargs, **arguments})
 
         async def medusa_call(
@@ -121,6 +136,15 @@ def rollout_actor(arguments: dict[str, Any]) -> Any:
     return ray.remote(MedusaRolloutActor)
 
 
+def take_variables(variables: dict[str, str]) -> None:
+    """Set the driver's variables in an actor's process; vLLM hands them on to the workers that it
+    starts in Ray.
+    """
+    os.environ.update(variables)
+    prefixes = os.environ.get(VLLM_PREFIXES, "").split(",")
+    os.environ[VLLM_PREFIXES] = ",".join(filter(None, dict.fromkeys([*prefixes, OURS])))
+
+
 def policy_actor() -> Any:
     """OpenRLHF's actor worker, whose rank 0 taps its own log-prob pass, as a Ray actor class."""
     from openrlhf.trainer.ray import ppo_actor
@@ -128,13 +152,13 @@ def policy_actor() -> Any:
     class MedusaPolicyActor(plain_class(ppo_actor.PolicyModelActor)):  # type: ignore[misc]
         _medusa_tap: PassTap | None = None
         _medusa_tables: WorkerTables | None = None
-        _medusa_expected: int = 0
+        _medusa_rows: int = 0
 
         def forward(
             self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any
         ) -> Any:
             # One rank's rows are enough for heads; gathering all would cost the loop bandwidth.
-            if self.strategy.get_rank() != 0 or not self._medusa_expected:
+            if self.strategy.get_rank() != 0 or not self._medusa_rows:
                 return super().forward(sequences, action_mask, attention_mask, **kwargs)
             # Created at the first pass: the model is loaded by a separate call after the
             # constructor.
@@ -155,13 +179,13 @@ def policy_actor() -> Any:
                 )
             return self._medusa_tap
 
-        def medusa_expect(self, tokens: int) -> None:
-            """The next passes cover this many response tokens, over all ranks; 0: their states are
-            not wanted.
+        def medusa_expect(self, tokens: int, rows: int) -> None:
+            """The next passes cover this many response tokens, over all ranks, and so many of their
+            states are wanted.
             """
-            self._medusa_expected = tokens
-            if tokens and self.strategy.get_rank() == 0:
-                self._own_tap().expect(-(-tokens // torch.distributed.get_world_size()))
+            self._medusa_rows = rows
+            if rows and self.strategy.get_rank() == 0:
+                self._own_tap().expect(-(-tokens // torch.distributed.get_world_size()), rows)
 
         def medusa_take(self, policy_version: int, wanted: WantedRows | None) -> Taken | None:
             tap = self._medusa_tap
@@ -187,6 +211,9 @@ def tapped_policy_actor() -> Any:
     """
     from openrlhf.trainer.ray import ppo_actor
 
+    # As in `rollout_actor`: without them ranks on some nodes would wait in a tap for the others.
+    variables = own_variables() | own_secrets()
+
     class TappedPolicyActor(plain_class(ppo_actor.PolicyModelActor)):  # type: ignore[misc]
         _medusa_tap: CompanionTap | None = None
 
@@ -194,6 +221,7 @@ def tapped_policy_actor() -> Any:
             # Created at the first update: the model is loaded by a separate call after the
             # constructor.
             if self._medusa_tap is None:
+                take_variables(variables)
                 rollout = self.strategy.args.rollout
                 self._medusa_tap = CompanionTap(
                     self.actor.model,
@@ -244,28 +272,32 @@ def trainer_actor() -> Any:
                 # Announced before the passes: they come in pieces, and each contributes its share
                 # of the sample.
                 tokens = sum(int(sample.action_mask.sum()) for sample in rollout_samples)
-                ray.get(group.async_run_method("medusa_expect", tokens if wanted else 0))
+                with self.medusa.plugin.exposed():
+                    ray.get(group.async_run_method("medusa_expect", tokens, wanted))
                 experiences = make(rollout_samples)
                 if wanted:
-                    asked = self._medusa_version, self.medusa.wanted_rows()
-                    self.medusa.scored(ray.get(group.async_run_method("medusa_take", *asked)))
+                    with self.medusa.plugin.exposed():
+                        asked = self._medusa_version, self.medusa.wanted_rows()
+                        self.medusa.scored(ray.get(group.async_run_method("medusa_take", *asked)))
                 return experiences
 
             # Replaced on the object: OpenRLHF's constructor creates it, and offers no way to use a
             # different class.
             self.experience_maker.make_experience_batch = make_and_take
-            self._medusa_version = 0
+            # The actor's version, and the one that its next broadcast brings to the engines.
+            self._medusa_version = self._medusa_next = 0
 
         def fit(self, global_step: int = 0) -> None:
-            # Above zero when training continues from a checkpoint.
-            self._medusa_version = global_step
+            # OpenRLHF asks for the checkpoint's states again, and counts on from them.
+            resumed = int(self.init_checkpoint_states()["global_step"])
+            self._medusa_version = self._medusa_next = resumed or global_step
             engines = self.vllm_engines
             with engines_awake(self.args, engines):
                 self.medusa.attach(
                     lambda method, args: call_all(engines, method, args),
                     lambda: sum_counters(engines),
                 )
-            self.medusa.start()
+            self.medusa.start(self._medusa_version)
             tables: list[Tables | None] = []
             try:
                 super().fit(global_step)
@@ -274,15 +306,22 @@ def trainer_actor() -> Any:
                 self.medusa.end(tables)
 
         def train_step(self, rollout_samples: Any, global_step: int) -> Any:
+            self._medusa_version, self._medusa_next = global_step, global_step + 1
             status, step = super().train_step(rollout_samples, global_step)
             return {**status, **self.medusa.figures()}, step
 
         def broadcast_to_vllm(self) -> None:
             # With sleep mode the engines' weights are awake now, and level 1 has kept the heads.
             super().broadcast_to_vllm()
-            self._medusa_version += 1
+            # OpenRLHF also sends a checkpoint's actor, before the first step: that is no update.
+            self._medusa_version = self._medusa_next
             self.medusa.updated(self._medusa_version)
             self.medusa.synced(lost_heads=False)
+
+        def evaluate(self, global_step: int, **generate_kwargs: Any) -> Any:
+            logs = super().evaluate(global_step, **generate_kwargs)
+            self.medusa.forget_generated()
+            return logs
 
         def _medusa_sampling(self) -> Sampling:
             return Sampling(

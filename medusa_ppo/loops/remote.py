@@ -34,7 +34,8 @@ from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
 from medusa_ppo.engines.colocated import AttachedEngine, Call
 from medusa_ppo.engines.launch import HOST, SERVER_MODULE, engine_flags, plan_launch
-from medusa_ppo.loops.attachment import OURS, Attachment
+from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.loops.attachment import OURS, Attachment, start_or_resume
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime.control_guard import GUARD, TOKEN
@@ -177,13 +178,22 @@ class RemoteAttachment(Attachment):
             call, self._kept_state, counters=counters, drafting=self._plan.drafting
         )
 
-    def start(self) -> None:
+    def start(self, version: int = 0) -> None:
         """Call this when training begins. Starts the companion, the plugin and the run folder; Ray
         is started by the loop.
+
+        Args:
+            version: the actor's version; above 0 if the loop goes on from a checkpoint.
         """
+        self._policy_version = version
         assert self.engine is not None, "attach() comes first"
-        self.plugin = MedusaPlugin.start_from_tables(
-            self.config, self._heads, self._tables, self.engine, self.folder
+        engine, folder = self.engine, self.folder
+        self.plugin = start_or_resume(
+            lambda state: MedusaPlugin.start_from_tables(
+                self.config, self._heads, self._tables, engine, folder, resume_from=state
+            ),
+            folder,
+            version,
         )
         self._stack.callback(self.plugin.close)
         self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))
@@ -194,16 +204,19 @@ class RemoteAttachment(Attachment):
         """What to give to the workers that `scored` gets its batch from."""
         return self.plugin.wanted_rows()
 
-    def generated(self, sampling: Sampling) -> bool:
+    def generated(self, sampling: Sampling) -> int:
         """Call this when a rollout batch was generated, before the log-prob pass over it.
 
         Returns:
-            Whether to tap that pass and to give `scored` what was taken. False while the companion
-            rests: then neither states nor tables have to be gathered.
+            How many states to take from that pass, for `scored`. 0 while the companion rests: then
+            neither states nor tables have to be gathered.
         """
-        engine = self.engine
-        if engine is None:
-            return False
+        if self.engine is None:
+            return 0
+        with self.plugin.exposed():
+            return self._generated(self.engine, sampling)
+
+    def _generated(self, engine: RolloutEngine, sampling: Sampling) -> int:
         now = engine.counters()
         # Tokens stay with the workers that score them; the driver only knows the generation's
         # counters.
@@ -219,7 +232,20 @@ class RemoteAttachment(Attachment):
         )
         self._before = now
         self._rollouts = rollouts
-        return self.plugin.rollout_ready(rollouts) is not None
+        wanted = self.plugin.rollout_ready(rollouts) is not None
+        return self.plugin.most_states() if wanted else 0
+
+    def forget_generated(self) -> None:
+        """Call this when the engines have generated for the loop's validation: its drafts are not
+        those of the next rollouts.
+        """
+        engine = self.engine
+        if engine is None:
+            return
+        with self.plugin.exposed():
+            self._before = engine.counters()
+            if self.config.engine.chooses_drafts:
+                engine.choices()
 
     def scored(self, taken: Sequence[Taken | None]) -> None:
         """Call this after the log-prob pass with what each worker took, if `generated` said so."""
@@ -239,7 +265,8 @@ class RemoteAttachment(Attachment):
         """Call this when the loop has put the actor's weights into its engines, which are awake and
         idle. Installs newer heads, if there are any.
         """
-        self.weights_synced(lost_heads=lost_heads)
+        with self.plugin.exposed():
+            self.weights_synced(lost_heads=lost_heads)
         self.plugin.before_generation()
 
     def end(self, tables: Sequence[Tables | None] = ()) -> None:

@@ -14,15 +14,16 @@ and runs its policy worker's own update on a CPU with the tap:
                      Engines that load newer heads from a feed by themselves keep ours fresh.)
     update           `FSDPPolicyWorkerBase.forward_backward` and `optim_step`, overridden: every
                      rank taps its rows
-    environment      `prepare_runtime_environment`, wrapped: our addresses and tokens reach SkyRL's
-                     Ray actors on all nodes
+    environment      `prepare_runtime_environment`, wrapped: our addresses reach SkyRL's Ray actors
+                     on all nodes. Tokens reach the policy's workers, without Ray's logs
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import ray
 import torch.nn.functional as F
@@ -30,17 +31,23 @@ import torch.nn.functional as F
 from medusa_ppo.loops.loop_versions import replaced, require_loop
 from medusa_ppo.loops.remote import refuse
 from medusa_ppo.loops.tap import CompanionTap
-from medusa_ppo.loops.worker_tap import Rows, companion_address, response_rows
+from medusa_ppo.loops.worker_tap import (
+    Rows,
+    companion_address,
+    own_secrets,
+    own_variables,
+    response_rows,
+)
 
 OVERRIDE = "trainer.override_entrypoint="
-OURS = "MEDUSA_PPO_"
-"""Environment variables with this prefix go to every process of the training."""
 
 
 class TappedPolicyWorker:
     """Mix-in to put before SkyRL's policy worker in a class's bases; every rank has a tap."""
 
     _medusa_tap: CompanionTap | None = None
+    _medusa_secrets: ClassVar[Mapping[str, str]] = {}
+    _medusa_top: ClassVar[tuple[float, int]] = (1.0, 0)
 
     def forward_backward(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """As SkyRL's."""
@@ -57,10 +64,14 @@ class TappedPolicyWorker:
         # Created at the first pass: a separate call loads the model, after the constructor.
         if self._medusa_tap is None:
             worker: Any = self
+            os.environ.update(self._medusa_secrets)
+            top_p, top_k = self._medusa_top
             self._medusa_tap = CompanionTap(
                 worker.model.model,
                 companion_address(),
                 temperature=worker.cfg.algorithm.temperature,
+                top_p=top_p,
+                top_k=top_k,
             )
         return self._medusa_tap
 
@@ -92,17 +103,34 @@ def unsupported(cfg: Any) -> dict[str, bool]:
     }
 
 
-def tapped(worker: type[Any]) -> type[Any]:
-    """A policy worker of SkyRL that taps its update."""
-    return type(f"Tapped{worker.__name__}", (TappedPolicyWorker, worker), {})
+def tapped(
+    worker: type[Any],
+    secrets: Mapping[str, str] | None = None,
+    *,
+    top_p: float = 1.0,
+    top_k: int = 0,
+) -> type[Any]:
+    """A policy worker of SkyRL that taps its update.
+
+    Args:
+        secrets: environment variables that it sets before it calls the companion.
+        top_p, top_k: how the rollouts are sampled. A worker's configuration has only the
+            temperature.
+    """
+    ours = {"_medusa_secrets": secrets or {}, "_medusa_top": (top_p, top_k)}
+    return type(f"Tapped{worker.__name__}", (TappedPolicyWorker, worker), ours)
 
 
-def _run(cfg: Any) -> None:
+def _run(cfg: Any, secrets: Mapping[str, str]) -> None:
     """The training, in the process that SkyRL's driver starts for it."""
     from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker
     from skyrl.train.entrypoints.main_base import BasePPOExp
 
-    worker = ray.remote(num_gpus=1)(tapped(fsdp_worker.FSDPPolicyWorkerBase))
+    sampling = cfg.generator.sampling_params
+    made = tapped(
+        fsdp_worker.FSDPPolicyWorkerBase, secrets, top_p=sampling.top_p, top_k=sampling.top_k
+    )
+    worker = ray.remote(num_gpus=1)(made)
     # SkyRL imports the name when it sets up the trainer.
     with replaced(fsdp_worker, "PolicyWorker", worker):
         BasePPOExp(cfg).run()
@@ -127,9 +155,8 @@ def main() -> None:
     prepare = utils.prepare_runtime_environment
 
     def prepare_with_ours(cfg: Any) -> dict[str, str]:
-        ours = {name: value for name, value in os.environ.items() if name.startswith(OURS)}
-        return {**prepare(cfg), **ours}
+        return {**prepare(cfg), **own_variables()}
 
     with replaced(utils, "prepare_runtime_environment", prepare_with_ours):
         utils.initialize_ray(cfg)
-    ray.get(ray.remote(num_cpus=1)(_run).remote(cfg))
+    ray.get(ray.remote(num_cpus=1)(_run).remote(cfg, own_secrets()))

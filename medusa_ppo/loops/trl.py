@@ -126,7 +126,7 @@ class MedusaCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         # Before this event the model is not yet wrapped and distributed.
-        self.attachment.begin(kwargs["model"])
+        self.attachment.begin(kwargs["model"], state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.attachment.updated(state.global_step)

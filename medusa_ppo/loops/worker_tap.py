@@ -1,5 +1,6 @@
 """Shared by policy workers of Ray loops (SkyRL, NeMo-RL) that tap their own training pass: the
-companion's address, and rows from padded batches.
+companion's address, and rows from padded batches; and the environment variables that a loop's
+driver hands on to its workers and engines.
 
 The update's pass is tapped, not the log-prob pass: every algorithm has the former, and its batch
 marks the response's tokens. Every worker has a tap; the first one sends the tables.
@@ -15,6 +16,10 @@ from heads.errors import ConfigError
 
 COMPANION = "MEDUSA_PPO_COMPANION"
 """Environment variable with the companion's address."""
+OURS = "MEDUSA_PPO_"
+"""Environment variables with this prefix are ours."""
+SECRET = "TOKEN"
+"""How the names of those end that hold a secret."""
 Rows = tuple[list[list[int]], list[list[int]], list[torch.Tensor] | None]
 """Token ids of prompts and of their responses, and the latter's log-probs (None: unknown)."""
 
@@ -30,6 +35,28 @@ def companion_address() -> str:
             " each node).",
         )
     return address
+
+
+def own_variables() -> dict[str, str]:
+    """Our environment variables without the secrets, for the `env_vars` of a Ray `runtime_env`: Ray
+    writes these into its logs.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(OURS) and not name.endswith(SECRET)
+    }
+
+
+def own_secrets() -> dict[str, str]:
+    """Our environment variables that hold a secret, for the arguments of a Ray call, which no log
+    has.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(OURS) and name.endswith(SECRET)
+    }
 
 
 def response_rows(

@@ -148,6 +148,7 @@ class MedusaPlugin:
         self._unfinished = False
         self._step = _Step()
         self._hands_over = True
+        self._exposing = False
         self._warm_up: dict[str, float] = {}
         self._train_s_before = self._worked_s_before = 0.0
         self.empty_responses = 0
@@ -382,10 +383,10 @@ class MedusaPlugin:
         Raises:
             SwapError: the engine did not take newer heads, and `on_error` is `raise`.
         """
-        with self._exposed():
+        with self.exposed():
             self._book_last()
         self._step.began = self._clock()
-        with self._exposed():
+        with self.exposed():
             back = self.installer.take_back()
             if self._companion is not None:
                 if back and self._heads is not None:
@@ -427,7 +428,7 @@ class MedusaPlugin:
         """Remember this batch's tokens and log-probs. Returns the collector that gets its states
         through `actor_forward`, or None if the batch is not wanted.
         """
-        with self._exposed():
+        with self.exposed():
             self._flush()
             self._step.rollouts = rollouts
             self._step.serving, self._step.choices = (
@@ -474,7 +475,7 @@ class MedusaPlugin:
             return
         with as_view(model).tap() as tap:
             yield
-        with self._exposed():
+        with self.exposed():
             collector.add(tap.hidden_BTD, response_mask_BT, sequences)
             if collector.complete and self._hands_over:
                 self._flush()
@@ -485,6 +486,12 @@ class MedusaPlugin:
         """
         return self._companion.wanted_rows() if self._companion is not None else None
 
+    def most_states(self) -> int:
+        """How many states of the next batch the companion can take, for an actor in another process
+        that selects them itself.
+        """
+        return self._companion.most_rows() if self._companion is not None else 0
+
     def batch_ready(self, batch: RolloutBatch, rows: TableRows | None = None) -> None:
         """Call this instead of `actor_forward` if an actor in another process tapped its pass.
 
@@ -493,7 +500,7 @@ class MedusaPlugin:
             rows: what `wanted_rows` named, of the actor that gave the batch's states; None: the
                 tables were given to `tables_updated`.
         """
-        with self._exposed():
+        with self.exposed():
             self._collector = None
             if rows is not None:
                 self._tables = None  # Those of the start: the actor may have changed since.
@@ -515,7 +522,7 @@ class MedusaPlugin:
 
     def tables_updated(self, tables_VD: Tables | None, policy_version: int) -> None:
         """Like `policy_updated`, for an actor in another process."""
-        with self._exposed():
+        with self.exposed():
             self._flush()
             if tables_VD is not None:
                 self._tables = tables_VD
@@ -527,7 +534,7 @@ class MedusaPlugin:
         """Figures of the step since the last call, under the names of contract/metrics.py. Unknown
         figures are left out.
         """
-        with self._exposed():
+        with self.exposed():
             status = self._companion.status() if self._companion is not None else None
         step = self._step
         self._step = _Step()
@@ -694,13 +701,21 @@ class MedusaPlugin:
         )
 
     @contextlib.contextmanager
-    def _exposed(self) -> Iterator[None]:
+    def exposed(self) -> Iterator[None]:
+        """Context around whatever the loop waits for because of the plugin: its seconds are in
+        `plugin_exposed_s`. Inside another such context it counts nothing.
+        """
+        if self._exposing:
+            yield
+            return
+        self._exposing = True
         began = self._clock()
         if self._companion is not None:
             self._companion.give_way(False)
         try:
             yield
         finally:
+            self._exposing = False
             self._step.exposed_s += self._clock() - began
 
 
@@ -733,7 +748,7 @@ class StatesTap:
         plugin, collector = self._plugin, self._plugin._collector
         if collector is None:
             return
-        with plugin._exposed():
+        with plugin.exposed():
             for sequence, states_ND in states.items():
                 collector.put(sequence, states_ND)
             if collector.complete and plugin._hands_over:

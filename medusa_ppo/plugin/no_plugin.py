@@ -63,6 +63,15 @@ class NoPlugin:
         """No rows are needed."""
         return None
 
+    def most_states(self) -> int:
+        """No states are needed."""
+        return 0
+
+    @contextlib.contextmanager
+    def exposed(self) -> Iterator[None]:
+        """Nobody waits for a plugin."""
+        yield
+
     def batch_ready(self, batch: RolloutBatch, rows: TableRows | None = None) -> None:
         """The batch is not needed."""
 

@@ -4,7 +4,10 @@ package; its vLLM actor is run.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import inspect
+import os
 import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -21,11 +24,15 @@ pytest.importorskip(
 from heads.checkpoint import checksum, load_state, save_heads, save_state
 from heads.errors import ConfigError
 from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.companion.positions import block_rows
 from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.config.run_config import build_config
+from medusa_ppo.feeds.http_feed import FEED_TOKEN
 from medusa_ppo.loops import openrlhf as ours
 from medusa_ppo.loops.loop_versions import CHECKED, require_loop
+from medusa_ppo.loops.worker_tap import COMPANION
 from medusa_ppo.plugin.medusa_plugin import heads_for_table
+from medusa_ppo.vllm_plugin.speculation import FEED
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -156,6 +163,125 @@ def test_the_trainers_hooks_are_called_in_the_order_that_we_need():
     assert 'method_name="forward"' in inspect.getsource(experience_maker)
 
 
+def test_an_evaluation_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    from openrlhf.trainer import ppo_trainer
+
+    theirs = ours.plain_class(ppo_trainer.PPOTrainer)
+    assert parameters(theirs.evaluate) == ["self", "global_step", "generate_kwargs"]
+    position(source(theirs.fit), "self.train_step(", "self.evaluate(global_step, **")
+    order: list[Any] = []
+    monkeypatch.setattr(
+        theirs, "evaluate", lambda self, step, **given: order.append((step, given)) or "logs"
+    )
+    trainer = object.__new__(ours.plain_class(ours.trainer_actor()))
+    trainer.medusa = Namespace(forget_generated=lambda: order.append("forgotten"))
+    assert trainer.evaluate(3, temperature=0.0) == "logs"
+    assert order == [(3, {"temperature": 0.0}), "forgotten"]
+
+
+class NotedAttachment:
+    """In the place of RemoteAttachment, which starts a companion: what it is told."""
+
+    def __init__(self) -> None:
+        self.plugin = Namespace(exposed=contextlib.nullcontext)
+        self.told: list[tuple[str, Any]] = []
+
+    def start(self, version: int = 0) -> None:
+        self.told.append(("start", version))
+
+    def updated(self, version: int) -> None:
+        self.told.append(("updated", version))
+
+    def scored(self, taken: Any) -> None:
+        self.told.append(("scored", taken))
+
+    def generated(self, sampling: Any) -> int:
+        return 1000
+
+    def attach(self, call: Any, counters: Any) -> None: ...
+
+    def wanted_rows(self) -> None: ...
+
+    def synced(self, *, lost_heads: bool) -> None: ...
+
+    def figures(self) -> dict[str, float]:
+        return {}
+
+    def end(self, tables: Any) -> None: ...
+
+
+@pytest.mark.parametrize("step", [0, 7], ids=["new", "resumed"])
+def test_the_actors_versions_go_on_from_a_checkpoint(
+    step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenRLHF's own `fit` and `train_step`; what they call on workers and engines is stood in
+    for. The first batch after a resume said 1, as did the second one of a new run.
+    """
+    import ray
+    from openrlhf.trainer import ppo_trainer
+
+    theirs = ours.plain_class(ppo_trainer.PPOTrainer)
+    states = {"episode": 0, "global_step": step, "total_consumed_prompts": 0}
+
+    def init(self: Any, pretrain: str, strategy: Any) -> None:
+        self.args = strategy.args
+        self.vllm_engines = []
+        self.actor_model_group = Namespace(
+            async_run_method=lambda name, *given: given,
+            async_run_method_batch=lambda **given: [],
+        )
+        self.critic_model_group = self.wandb_logger = self.tensorboard_logger = None
+        self.eval_dataloader = None
+        self.generate_kwargs = {}
+        self.tokenizer = Namespace(decode=lambda *_, **__: "text")
+        experience = Namespace(sequences=torch.zeros(1, 1, 2), info={"reward": torch.zeros(1, 1)})
+        self.experience_maker = Namespace(make_experience_batch=lambda samples: [experience])
+        batches = iter([([sample], 1.0, 1, False), ([sample], 1.0, 1, True)])
+        self.samples_generator = Namespace(generate_samples=lambda: next(batches))
+
+        class Loader(list[Any]):
+            def state_dict(self) -> dict[str, Any]:
+                return {}
+
+        self.prompts_dataloader = Loader([0, 1])
+
+    sample = Namespace(action_mask=torch.ones(1, 3))
+    monkeypatch.setattr(theirs, "__init__", init)
+    for name, found in {
+        "init_checkpoint_states": states | {"data_loader_state_dict": {}},
+        "restore_best_checkpoint_state": None,
+        "save_logs_and_checkpoints": None,
+        "_compute_rollout_stats": {},
+        "ppo_train": {},
+        "broadcast_to_vllm": None,
+    }.items():
+        monkeypatch.setattr(theirs, name, lambda *_, found=found: found)
+    attachment = NotedAttachment()
+    monkeypatch.setattr(ours, "RemoteAttachment", lambda *_: attachment)
+    monkeypatch.setattr(ours, "call_all", lambda *_: [])
+    monkeypatch.setattr(ray, "get", lambda refs: refs)
+    args = Namespace(
+        medusa=None,
+        ckpt=Namespace(output_dir="out"),
+        vllm=Namespace(enable_sleep=False),
+        rollout=Namespace(temperature=1.0, top_p=1.0, batch_size=1, n_samples_per_prompt=1),
+        train=Namespace(num_episodes=1, dynamic_batch_enable=False),
+        algo=Namespace(dynamic_filtering_enable=False),
+        eval=Namespace(steps=1),
+    )
+    trainer = ours.plain_class(ours.trainer_actor())("actor", Namespace(args=args))
+    trainer.fit()
+    resent = [("updated", step)] if step else []
+    assert attachment.told == [
+        ("start", step),
+        *resent,
+        ("scored", (step, None)),
+        ("updated", step + 1),
+        ("scored", (step + 1, None)),
+        ("updated", step + 2),
+    ]
+
+
 def test_sleep_is_level_one_which_keeps_the_heads():
     from openrlhf.trainer.ray import vllm_engine
 
@@ -172,6 +298,54 @@ def test_the_replaced_classes_are_made():
         (ours.trainer_actor, ppo_trainer.PPOTrainer),
     ):
         assert issubclass(ours.plain_class(make()), ours.plain_class(theirs))
+
+
+def test_the_drivers_variables_reach_workers_and_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its Ray actors had only what their node had: engines looked at no feed, without a word."""
+    from openrlhf.trainer.ray import ppo_actor, vllm_engine
+
+    given = {COMPANION: "http://node:8461", FEED: "http://node:8460", FEED_TOKEN: "a secret"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    engine_class = ours.plain_class(ours.rollout_actor({"max_logprobs": 1}))
+    policy_class = ours.plain_class(ours.tapped_policy_actor())
+    seen: list[dict[str, str | None]] = []
+
+    def note() -> None:
+        seen.append({name: os.environ.get(name) for name in (*given, ours.VLLM_PREFIXES)})
+
+    async def start(self: Any, **kwargs: Any) -> None:
+        note()
+
+    class NotedTap:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            note()
+
+        def __call__(self, *rows: Any) -> contextlib.AbstractContextManager[None]:
+            return contextlib.nullcontext()
+
+        def updated(self) -> None: ...
+
+    def elsewhere() -> None:
+        """A process on a node without any of these."""
+        for name in given:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(ours.VLLM_PREFIXES, "OURS_TOO_")
+
+    monkeypatch.setattr(ours.plain_class(vllm_engine.RolloutRayActor), "__init__", start)
+    elsewhere()
+    asyncio.run(engine_class.__init__(object.__new__(engine_class)))
+    monkeypatch.setattr(ours, "CompanionTap", NotedTap)
+    monkeypatch.setattr(ours.plain_class(ppo_actor.PolicyModelActor), "fit", lambda self, kl: {})
+    elsewhere()
+    worker = object.__new__(policy_class)
+    worker.actor = Namespace(model=None)
+    args = Namespace(rollout=Namespace(temperature=1.0, top_p=1.0))
+    worker.strategy = Namespace(args=args)
+    worker.trainer = Namespace(replay_buffer=Namespace(items=[]))
+    worker.fit()
+    # vLLM's own Ray workers (tensor parallelism) get them by this prefix.
+    assert seen == [given | {ours.VLLM_PREFIXES: "OURS_TOO_,MEDUSA_PPO_"}] * 2
 
 
 def test_the_two_worker_extensions_do_not_meet():
@@ -214,14 +388,12 @@ class EngineWrapper(torch.nn.Module):
         return self.module(*args, **kwargs)
 
 
-@torch.no_grad()
-def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.MonkeyPatch):
-    """OpenRLHF's worker and model classes on the CPU; only the device and DeepSpeed's wrapper are
-    stood in for.
+def policy_worker(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """OpenRLHF's worker and model classes on the CPU, alone in its group; only the device and
+    DeepSpeed's wrapper are stood in for.
     """
     from openrlhf.models.actor import Actor
 
-    model, rows, states_MD, logprobs_M = scored
     monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
     actor = Actor.__new__(Actor)
     torch.nn.Module.__init__(actor)
@@ -236,23 +408,36 @@ def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.Monkey
     worker.strategy = Namespace(ring_attn_group=None, get_rank=lambda: 0, args=args)
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    return worker
+
+
+def forward(worker: Any, rows: Any) -> None:
+    """One experience each, padded on the right as OpenRLHF does it."""
+    for prompt, answer in rows:
+        length = len(prompt) + len(answer)
+        sequences = torch.zeros(1, length + 2, dtype=torch.int64)
+        attention = torch.zeros(1, length + 2, dtype=torch.int64)
+        sequences[0, :length] = torch.tensor([*prompt, *answer])
+        attention[0, :length] = 1
+        actions = torch.zeros(1, length + 1, dtype=torch.int64)
+        actions[0, len(prompt) - 1 : length - 1] = 1
+        worker.forward(sequences=sequences, action_mask=actions, attention_mask=attention)
+
+
+@torch.no_grad()
+def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.MonkeyPatch):
+    model, rows, states_MD, logprobs_M = scored
+    worker = policy_worker(model, monkeypatch)
 
     def score() -> None:
-        for prompt, answer in rows:  # one experience each, padded on the right as OpenRLHF does it
-            length = len(prompt) + len(answer)
-            sequences = torch.zeros(1, length + 2, dtype=torch.int64)
-            attention = torch.zeros(1, length + 2, dtype=torch.int64)
-            sequences[0, :length] = torch.tensor([*prompt, *answer])
-            attention[0, :length] = 1
-            actions = torch.zeros(1, length + 1, dtype=torch.int64)
-            actions[0, len(prompt) - 1 : length - 1] = 1
-            worker.forward(sequences=sequences, action_mask=actions, attention_mask=attention)
+        forward(worker, rows)
 
     wanted = WantedRows(torch.tensor([0, 3]), embedding=True)
-    worker.medusa_expect(0)
+    tokens = sum(len(answer) for _, answer in rows)
+    worker.medusa_expect(tokens, 0)
     score()
     assert worker.medusa_take(3, wanted) is None  # The companion rests: nothing was tapped.
-    worker.medusa_expect(sum(len(answer) for _, answer in rows))
+    worker.medusa_expect(tokens, 1000)
     score()
 
     taken = worker.medusa_take(4, wanted)
@@ -264,6 +449,23 @@ def test_its_own_log_prob_pass_is_tapped(scored: Any, monkeypatch: pytest.Monkey
     torch.testing.assert_close(batch.hidden_MD, states_MD, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(batch.logprobs_M, logprobs_M, rtol=1e-4, atol=1e-5)
     assert batch.prompts_S.tolist() == [0, 1, 0] and batch.policy_version == 4
+
+
+@torch.no_grad()
+def test_no_more_states_are_kept_than_the_companion_takes(
+    scored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 kept all 2,400, up to half of `companion.queue_bytes`, for a companion that had time
+    for 1,000.
+    """
+    worker = policy_worker(scored[0], monkeypatch)
+    rows = [((5, number), tuple(range(1, 25))) for number in range(100)]
+    worker.medusa_expect(2400, 1000)
+    forward(worker, rows)
+    batch = worker.medusa_take(0, None).batch
+    heads = build_config({}).heads.num_heads
+    assert 500 <= len(batch.hidden_MD) <= 1000 + block_rows(1000, heads)
+    assert len(batch.hidden_MD) + batch.left_out == 2400
 
 
 def test_the_rows_of_its_replay_buffer_are_those_that_it_trains_on() -> None:

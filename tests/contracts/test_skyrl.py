@@ -97,6 +97,45 @@ def test_our_environment_reaches_its_processes() -> None:
     assert '"env_vars": env_vars' in source(utils.initialize_ray)
 
 
+def test_tokens_do_not_go_through_rays_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray logs the variables of a `runtime_env`; it does not log the arguments of a call."""
+    from skyrl.train.utils import utils
+
+    given: dict[str, str] = {}
+    handed: list[Any] = []
+    monkeypatch.setattr(utils, "validate_cfg", lambda cfg: None)
+    monkeypatch.setattr(utils, "prepare_runtime_environment", lambda cfg: {"THEIRS": "1"})
+    monkeypatch.setattr(
+        utils, "initialize_ray", lambda cfg: given.update(utils.prepare_runtime_environment(cfg))
+    )
+    run = SimpleNamespace(remote=lambda cfg, secrets: handed.append(secrets))
+    ray_double = SimpleNamespace(get=lambda found: found, remote=lambda **_: lambda function: run)
+    monkeypatch.setattr(ours, "ray", ray_double)
+    monkeypatch.setattr(sys, "argv", ["main_base", f"{ours.OVERRIDE}medusa_ppo.loops.skyrl"])
+    monkeypatch.setenv(COMPANION, "http://node:8461")
+    monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
+    ours.main()
+    assert given == {"THEIRS": "1", COMPANION: "http://node:8461"}
+    assert handed == [{COMPANION_TOKEN: "a secret of this test"}]
+
+
+def test_the_sampling_of_its_rollouts_reaches_the_tap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its workers get `cfg.trainer` alone, and its rollouts the generator's own parameters."""
+    from skyrl.backends.skyrl_train.workers.fsdp import fsdp_worker
+    from skyrl.train.entrypoints import main_base
+
+    cfg = config("generator.sampling_params.top_p=0.9", "generator.sampling_params.top_k=20")
+    made: list[Any] = []
+    ray_double = SimpleNamespace(remote=lambda **_: lambda kind: made.append(kind) or kind)
+    monkeypatch.setattr(ours, "ray", ray_double)
+    experiment = SimpleNamespace(run=lambda: made.append(fsdp_worker.PolicyWorker))
+    monkeypatch.setattr(main_base, "BasePPOExp", lambda cfg: experiment)
+    ours._run(cfg, {COMPANION_TOKEN: "a secret of this test"})
+    kind, running = made
+    assert running is kind and kind._medusa_top == (0.9, 20)
+    assert kind._medusa_secrets == {COMPANION_TOKEN: "a secret of this test"}
+
+
 def test_heads_are_an_argument_of_its_engines_and_its_own_key_refuses_them() -> None:
     from skyrl.backends.skyrl_train.inference_servers import utils as servers
     from skyrl.train.utils import utils

@@ -5,6 +5,8 @@ package; and its vLLM worker, really run.
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -22,9 +24,12 @@ from omegaconf import OmegaConf
 
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import ConfigError
+from medusa_ppo.companion.companion_link import COMPANION_TOKEN
 from medusa_ppo.config.run_config import build_config
+from medusa_ppo.feeds.http_feed import FEED_TOKEN
 from medusa_ppo.loops.loop_versions import require_loop
 from medusa_ppo.loops.worker_tap import COMPANION
+from medusa_ppo.vllm_plugin.speculation import FEED
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
@@ -66,6 +71,37 @@ def test_the_entry_point_brings_our_trainer_and_costs_nothing_before_verls_own_i
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+def test_the_drivers_variables_reach_verls_processes_but_tokens_do_not() -> None:
+    """Where Ray runs already, its driver was the only process to have them: nothing was tapped or
+    fed. verl prints what it gives to Ray, and Ray logs it: no token may be in there.
+    """
+    from verl.trainer import main_ppo
+
+    position(
+        source(main_ppo.run_ppo),
+        "default_runtime_env = get_ppo_ray_runtime_env(config)",
+        "OmegaConf.merge(default_runtime_env, runtime_env_kwargs)",
+        'print(f"ray init kwargs: {ray_init_kwargs}")',
+        "ray.init(**",
+    )
+    given = {COMPANION: "http://node:8461", FEED: "http://node:8460"}
+    secrets = {COMPANION_TOKEN: "a secret", FEED_TOKEN: "another secret"}
+    code = "import json; from verl.trainer.main_ppo import get_ppo_ray_runtime_env as f; "
+    code += "print(json.dumps(f()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | given | secrets,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])["env_vars"]
+    assert {name: value for name, value in found.items() if name.startswith("MEDUSA")} == given
+    assert found["VERL_FULL_DETERMINISM"] == "0", "verl's own are there too"
+    assert "secret" not in done.stdout
+
+
 def test_the_trainers_hooks_are_called_in_the_order_that_we_need(ours: Any):
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
@@ -93,6 +129,12 @@ def test_the_trainers_hooks_are_called_in_the_order_that_we_need(ours: Any):
         "self.on_step_end()",
         "self.logger.log(data=metrics",
     )
+    # Both validations end with our hook, and the rollouts of a step come after it.
+    assert parameters(PPOTrainerSync.on_validate_end) == ["self"]
+    text = source(PPOTrainer.fit)
+    assert text.count("self._validate()") == text.count("self.on_validate_end()") == 2
+    position(text, "self._validate()", "self.on_validate_end()", "self.step(metrics")
+    position(text[text.index("self.on_step_end()") :], "self._validate()", "self.on_validate_end()")
     position(source(PPOTrainer.init), "self._setup()", "self.on_init_end()")
     assert "self.checkpoint_manager.update_weights(self.global_steps)" in source(
         PPOTrainerSync.on_step_end
@@ -115,6 +157,16 @@ def test_the_trainers_hooks_are_called_in_the_order_that_we_need(ours: Any):
     from verl.trainer.ppo.utils import Role
 
     assert {str(Role.ActorRollout), str(Role.ActorRolloutRef)} < set(ours.ACTOR_ROLES)
+
+
+def test_a_validation_is_forgotten(ours: Any) -> None:
+    trainer = object.__new__(ours.MedusaPPOTrainerSync)
+    trainer.medusa = None
+    trainer.on_validate_end()
+    forgotten: list[bool] = []
+    trainer.medusa = SimpleNamespace(forget_generated=lambda: forgotten.append(True))
+    trainer.on_validate_end()
+    assert forgotten == [True]
 
 
 def test_the_worker_has_what_we_tap(ours: Any):
@@ -260,6 +312,51 @@ def test_its_own_log_prob_pass_is_tapped(ours: Any, scored: Any, remove_padding:
     assert batch is not None
     torch.testing.assert_close(batch.hidden_MD, states_MD, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(batch.logprobs_M, logprobs_M, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_no_more_states_are_kept_than_the_companion_takes(
+    ours: Any, scored: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker kept all 2,400, up to half of `companion.queue_bytes`, for a companion that had
+    time for 1,000. verl's own pass is stood in for by one padded row at a time.
+    """
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    from medusa_ppo.companion.positions import block_rows
+
+    model = scored[0]
+    rows = [[5, number, *range(1, 25)] for number in range(100)]
+
+    def score(self: Any, data: Any) -> dict[str, torch.Tensor]:
+        for ids_T in data["input_ids"].unbind():
+            model(input_ids=ids_T[None])
+        return {"log_probs": data["input_ids"].float()}
+
+    def nested(parts: list[list[int]]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(
+            [torch.tensor(part) for part in parts], layout=torch.jagged
+        )
+
+    monkeypatch.setattr(ActorRolloutRefWorker, "compute_log_prob", score)
+    worker = object.__new__(ours.MedusaActorRolloutRefWorker)
+    engine = SimpleNamespace(
+        module=model, get_data_parallel_rank=lambda: 0, is_param_offload_enabled=False
+    )
+    worker.actor = SimpleNamespace(engine=engine)
+    worker.config = verl_config().actor_rollout_ref
+    OmegaConf.update(worker.config, "medusa_bytes", 2**30, force_add=True)
+    OmegaConf.update(worker.config, "medusa_ahead", 4, force_add=True)
+    monkeypatch.setattr(ours.MedusaActorRolloutRefWorker, "rank", 0, raising=False)
+    data = {"input_ids": nested(rows), "response_mask": nested([[1] * 24] * 100)}
+    worker.medusa_expect(0)
+    worker.compute_log_prob(data)
+    assert worker._medusa_tap is None, "the companion rests"
+    worker.medusa_expect(1000)
+    worker.compute_log_prob(data)
+    batch = worker.medusa_take(0, None).batch
+    assert 500 <= len(batch.hidden_MD) <= 1000 + block_rows(1000, 4)
+    assert len(batch.hidden_MD) + batch.left_out == 2400
 
 
 def verl_config(megatron: bool = False, **changes: Any) -> Any:

@@ -17,6 +17,7 @@ installed package):
     update           `_update_actor`, overridden: the step's figures
     weight sync      `on_step_end`, overridden: verl's sleep throws the heads away, so they are fed
                      after every sync
+    validation       `on_validate_end`, overridden: what the engines drafted in it is not counted
 
 Shape letters: T tokens of a row, D hidden.
 """
@@ -84,17 +85,18 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
 
     _medusa_tap: RowTap | None = None
     _medusa_tables: WorkerTables | None = None
-    _medusa_wanted: bool = False
+    _medusa_rows: int = 0
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: Any) -> Any:
         # One replica's rows are enough for heads; gathering all would cost the loop bandwidth.
-        if not self._medusa_wanted or self.actor.engine.get_data_parallel_rank() != 0:
+        if not self._medusa_rows or self.actor.engine.get_data_parallel_rank() != 0:
             return super().compute_log_prob(data)
         # Created at the first pass: a separate call builds the engine, after the constructor.
         if self._medusa_tap is None:
             self._medusa_tap = engine_tap(self.actor.engine, self.config)
         rows, kept = rows_of(data)
+        self._medusa_tap.expect(sum(len(answer) for _, answer in rows), self._medusa_rows)
         with self._medusa_tap.watch(rows):
             output = super().compute_log_prob(data)
         # Ranks that do not report have no output.
@@ -104,9 +106,9 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
         return output
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def medusa_expect(self, wanted: bool) -> None:
-        """Whether the states of the next log-prob pass are wanted."""
-        self._medusa_wanted = wanted
+    def medusa_expect(self, rows: int) -> None:
+        """How many states of the next log-prob pass are wanted."""
+        self._medusa_rows = rows
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def medusa_take(self, policy_version: int, wanted: WantedRows | None) -> Taken | None:
@@ -273,7 +275,7 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
             self.medusa.attach(
                 lambda method, args: call_all(servers, method, args), lambda: sum_counters(servers)
             )
-            self.medusa.start()
+            self.medusa.start(self.global_steps)
             # They have slept before, and verl's sleep throws the heads away with the weights.
             self.medusa.synced(lost_heads=True)
 
@@ -282,12 +284,14 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
             return super()._compute_old_log_prob(batch, metrics)
         workers = self.actor_rollout_wg
         wanted = self.medusa.generated(sampling_of(self.config.actor_rollout_ref.rollout))
-        workers.medusa_expect(wanted)
+        with self.medusa.plugin.exposed():
+            workers.medusa_expect(wanted)
         batch = super()._compute_old_log_prob(batch, metrics)
         if wanted:
-            # verl counts steps from 1, and a step's rollouts come before its update.
-            taken = workers.medusa_take(self.global_steps - 1, self.medusa.wanted_rows())
-            self.medusa.scored(list(_each(taken)))
+            with self.medusa.plugin.exposed():
+                # verl counts steps from 1, and a step's rollouts come before its update.
+                taken = workers.medusa_take(self.global_steps - 1, self.medusa.wanted_rows())
+                self.medusa.scored(list(_each(taken)))
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
@@ -303,6 +307,11 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
             self.medusa.synced(
                 lost_heads=bool(self.config.actor_rollout_ref.rollout.free_cache_engine)
             )
+
+    def on_validate_end(self) -> None:
+        super().on_validate_end()
+        if self.medusa is not None:
+            self.medusa.forget_generated()
 
     def fit(self, agent_loop_manager: Any) -> None:
         tables: list[Tables | None] = []

@@ -4,7 +4,9 @@ foreign engine is stood in for.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,14 +27,17 @@ from heads.checkpoint import (
     load_heads,
     load_state,
 )
-from heads.errors import ConfigError
+from heads.errors import CompanionError, ConfigError
 from medusa_ppo.actors import hf
 from medusa_ppo.actors.hf import HFActor, load_actor
+from medusa_ppo.companion.positions import ROW_BYTES
+from medusa_ppo.companion.service import STATE_FILE
 from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
 from medusa_ppo.loops import remote
+from medusa_ppo.loops.attachment import start_or_resume
 from medusa_ppo.loops.passes import PassTap
 from medusa_ppo.loops.remote import (
     RemoteAttachment,
@@ -44,6 +49,7 @@ from medusa_ppo.loops.remote import (
     refuse,
     serve,
 )
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 from medusa_ppo.reports.store import read_run
 from medusa_ppo.runtime.control_guard import TOKEN
 
@@ -147,7 +153,8 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
     tables = WorkerTables(HFActor(actor))
     rows = rows_of(actor, 64)
     for step in range(2):
-        assert attachment.generated(Sampling())
+        row_bytes = actor.config.hidden_size * 4 + ROW_BYTES
+        assert attachment.generated(Sampling()) == config.companion.queue_bytes // 2 // row_bytes
         with torch.no_grad(), tap.watch(rows):
             ids = torch.tensor([prompt + answer for prompt, answer in rows])
             logits = actor(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
@@ -184,12 +191,64 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
     assert sent[0] > 0 and sent[-1] <= 2 * 2 * actor.lm_head.weight.nbytes
     assert workers.calls.count("medusa_target_changed") == 2
 
+    # A run that goes on from a checkpoint drafts with what the earlier one had, not with its first
+    # heads; its version is the loop's.
+    again = RemoteAttachment(config, str(chain_actor), tmp_path / "medusa")
+    later = RemoteWorkers()
+    again.attach(later, Counters)
+    again.start(2)
+    again.synced(lost_heads=False)
+    assert (later.version, later.heads) == (workers.version, workers.heads)
+    assert again.generated(Sampling())
+    again.updated(3)
+    again.end()
+    (step,) = read_run(tmp_path / "medusa").steps
+    assert step[names.POLICY_VERSION] == 2
+
+
+def test_heads_go_on_from_the_companions_state_if_the_loop_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else they begin anew, and the log says why; a new training takes nothing from an old one."""
+    asked: list[str] = []
+    fits = True
+    plugin = cast(MedusaPlugin, object())
+
+    def start(state: str) -> MedusaPlugin:
+        asked.append(state)
+        if state and not fits:
+            raise CompanionError("Another shape.", given="2", expected="3", do="Begin anew.")
+        return plugin
+
+    def started(version: int) -> list[str]:
+        asked.clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, logger="medusa_ppo"):
+            assert start_or_resume(start, tmp_path, version) is plugin
+        return [record.getMessage() for record in caplog.records]
+
+    assert not started(0)
+    (told,) = started(7)
+    assert "version 7" in told and "there is none" in told and asked == [""]
+    state = tmp_path / "companion"
+    state.mkdir()
+    (state / STATE_FILE).write_bytes(b"a state")
+    assert not started(7) and asked == [str(state)]
+    assert not started(0) and asked == [""]
+    fits = False
+    (told,) = started(7)
+    assert "Another shape." in told and asked == [str(state), ""]
+
 
 class RestingPlugin:
-    """Wants the states of every second batch."""
+    """Wants states of every second batch: 1,000."""
 
     def __init__(self) -> None:
         self.seen: list[Rollouts] = []
+        self.exposed = contextlib.nullcontext
+
+    def most_states(self) -> int:
+        return 1000
 
     def rollout_ready(self, rollouts: Rollouts) -> object | None:
         self.seen.append(rollouts)
@@ -206,11 +265,55 @@ def test_a_loop_is_told_when_the_companion_wants_no_states(chain_actor: Path, tm
     attachment.attach(RemoteWorkers(), lambda: next(totals))
     plugin = RestingPlugin()
     attachment.plugin = cast(Any, plugin)
-    assert attachment.generated(Sampling()) and not attachment.generated(Sampling())
+    assert [attachment.generated(Sampling()) for _ in range(2)] == [1000, 0]
     assert [rollouts.counters for rollouts in plugin.seen] == [
         Counters(10, 20, 5, (4, 1)),
         Counters(20, 40, 20, (12, 8)),
     ]
+
+
+def test_what_the_engines_are_asked_counts_as_waiting(chain_actor: Path, tmp_path: Path) -> None:
+    attachment = RemoteAttachment(
+        build_config({"heads": {"num_heads": 2}}), str(chain_actor), tmp_path / "medusa"
+    )
+    now = 0.0
+
+    def answer() -> Counters:
+        nonlocal now
+        now += 5.0
+        return Counters()
+
+    attachment.attach(RemoteWorkers(), answer)
+    assert attachment.engine is not None
+    attachment.plugin = plugin = MedusaPlugin(attachment.engine, None, clock=lambda: now)
+    attachment.generated(Sampling())
+    assert plugin.metrics()[names.PLUGIN_EXPOSED_S] == 5.0
+    attachment.forget_generated()
+    with plugin.exposed(), plugin.exposed():
+        now += 2.0
+    now += 100.0
+    assert plugin.metrics()[names.PLUGIN_EXPOSED_S] == 7.0, "contexts inside one count once"
+
+
+def test_what_a_validation_drafts_is_no_rollout(chain_actor: Path, tmp_path: Path) -> None:
+    """The engines' counters grow by 1,000 drafts between a sync and the next rollouts."""
+    attachment = RemoteAttachment(
+        build_config({"heads": {"num_heads": 2}}), str(chain_actor), tmp_path / "medusa"
+    )
+    attachment.forget_generated()  # Not attached yet, as before verl's engines have started.
+    rollouts, validation = Counters(10, 20, 5, (4, 1)), Counters(1000, 2000, 1500, (900, 600))
+    totals = iter([rollouts, rollouts + validation, rollouts + validation + rollouts])
+    workers = RemoteWorkers()
+    attachment.attach(workers, lambda: next(totals))
+    plugin = RestingPlugin()
+    attachment.plugin = cast(Any, plugin)
+    attachment.generated(Sampling())
+    workers.calls.clear()
+    attachment.forget_generated()
+    # What the engines chose in it is no choice of the next step either.
+    assert workers.calls == ["medusa_choices"]
+    attachment.generated(Sampling())
+    assert [seen.counters for seen in plugin.seen] == [rollouts, rollouts]
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -5,6 +5,7 @@ own; NeMo-RL's was never run.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,19 @@ import torch
 
 from heads.errors import ConfigError
 from medusa_ppo.actors.hf import load_actor
-from medusa_ppo.companion.companion_link import COMPANION_TOKEN
+from medusa_ppo.companion.companion_link import COMPANION_TOKEN, HttpLink
+from medusa_ppo.companion.parts_wire import PartHeader, Wish
 from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.feeds.http_feed import FEED_TOKEN
 from medusa_ppo.loops import nemo_rl, skyrl
-from medusa_ppo.loops.worker_tap import COMPANION, companion_address, response_rows
+from medusa_ppo.loops.worker_tap import (
+    COMPANION,
+    companion_address,
+    own_secrets,
+    own_variables,
+    response_rows,
+)
+from medusa_ppo.runtime.control_guard import TOKEN
 from tests.medusa_ppo.loops.served_desk import served_desk
 
 PROMPT, RESPONSE = [5, 6], [1, 2, 3]
@@ -53,6 +63,16 @@ def test_who_has_no_address_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         companion_address()
 
 
+def test_no_secret_is_among_the_variables_that_ray_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("MEDUSA_PPO_")]:
+        monkeypatch.delenv(name)
+    variables = {COMPANION: "ray:companion", "MEDUSA_PPO_FEED": "ray:feed"}
+    secrets = dict.fromkeys((TOKEN, COMPANION_TOKEN, FEED_TOKEN), "a secret")
+    for name, value in (variables | secrets).items():
+        monkeypatch.setenv(name, value)
+    assert (own_variables(), own_secrets()) == (variables, secrets)
+
+
 class SkyRLWorker:
     """In the place of SkyRL's: its two calls, over a batch that is padded on the left."""
 
@@ -74,8 +94,21 @@ class SkyRLWorker:
         return 1.0
 
 
-def test_skyrls_update_is_tapped(seen: list[RolloutBatch], chain_actor: Path) -> None:
-    worker = skyrl.tapped(SkyRLWorker)(load_actor(chain_actor))
+def test_skyrls_update_is_tapped(
+    seen: list[RolloutBatch], chain_actor: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Only the driver has the token; its class brings it.
+    secrets = own_secrets()
+    monkeypatch.delenv(COMPANION_TOKEN)
+    worker = skyrl.tapped(SkyRLWorker, secrets, top_p=0.9, top_k=20)(load_actor(chain_actor))
+    headers: list[PartHeader] = []
+    put = HttpLink.put
+
+    def noted(self: HttpLink, path: Path, header: PartHeader) -> Wish:
+        headers.append(header)
+        return put(self, path, header)
+
+    monkeypatch.setattr(HttpLink, "put", noted)
     data = {
         "sequences": torch.tensor([[0, *PROMPT, *RESPONSE], [0, 0, 7, 8, 4, 9]]),
         "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1]]),
@@ -88,6 +121,8 @@ def test_skyrls_update_is_tapped(seen: list[RolloutBatch], chain_actor: Path) ->
         assert worker.optim_step() == 1.0
         assert worker._medusa_tap.drain(30) and not worker._medusa_tap.problem
     assert [batch.response_ids_M.tolist() for batch in seen] == [[*RESPONSE, 4, 9]] * 2
+    sampled = [(header.temperature, header.top_p, header.top_k) for header in headers]
+    assert sampled == [(1.0, 0.9, 20)] * 2
     assert [batch.policy_version for batch in seen] == [0, 1]
     assert seen[0].logprobs_M.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5])
     worker._medusa_tap.close()
