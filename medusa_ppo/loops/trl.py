@@ -153,7 +153,9 @@ class MedusaMixin:
             ConfigError: the trainer does something that can't be combined with draft heads.
         """
         config = as_config(medusa)
-        ranks = Ranks.here(config.model_dump(mode="json") if config else None)
+        ranks = Ranks.here(
+            config.model_dump(mode="json") if config else None, _patience(args, kwargs)
+        )
         if config is None:
             super().__init__(*args, **kwargs)
             return
@@ -202,6 +204,14 @@ class MedusaGRPOTrainer(MedusaMixin, trl.GRPOTrainer):
 
 class MedusaRLOOTrainer(MedusaMixin, trl.RLOOTrainer):
     """`trl.RLOOTrainer` with draft heads."""
+
+
+def _patience(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Seconds that the trainer's processes may wait for each other: `ddp_timeout` of its `args`,
+    which may also come by position; 0 if TRL makes them itself.
+    """
+    given = (kwargs.get("args"), *args)
+    return next((float(found.ddp_timeout) for found in given if hasattr(found, "ddp_timeout")), 0.0)
 
 
 def _refuse(arguments: dict[str, Any]) -> None:

@@ -165,6 +165,22 @@ def test_a_process_that_never_comes_is_waited_for_in_vain_but_not_long():
     assert isinstance(answer, ConfigError) and "Not every process" in str(answer) and seconds < 300
 
 
+@pytest.mark.parametrize(("timeout_s", "waits"), [(60.0, True), (0.0, False)])
+def test_processes_wait_for_each_other_as_long_as_the_trainer_allows(timeout_s: float, waits: bool):
+    """The second one arrives late, as one that writes a checkpoint alone."""
+
+    def work(rank: int) -> Any:
+        module.LED_S = 2.0
+        ranks = Ranks.here({}, timeout_s)
+        if rank == 1:
+            time.sleep(6)
+        return ranks.all(rank)
+
+    found = together(work)
+    assert (found[0][0] == [0, 1]) == waits
+    assert isinstance(found[0][0], RuntimeError) != waits
+
+
 def test_a_failure_on_either_side_ends_both():
     def fails(where: int) -> Work:
         def work(rank: int) -> Any:
