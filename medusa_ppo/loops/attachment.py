@@ -248,10 +248,17 @@ class Attachment:
         seconds = time.perf_counter() - began
         # Every process builds the same rollouts, to find its own rows among them.
         facts = self.ranks.share(self._led(lambda: self._facts(before or Counters(), seconds)))
-        every = [Generated.join(own) for own in self.ranks.all(generated)]
-        # The block adds nothing in an evaluation during the training, or with images in prompts.
-        if not any(part.prompts for part in every) or facts is None:
-            return
+        # The gather is there only because of the plugin.
+        with self.plugin.exposed():
+            every = [Generated.join(own) for own in self.ranks.all(generated)]
+            # The block adds nothing in an evaluation during the training, or with images in
+            # prompts.
+            if any(part.prompts for part in every) and facts is not None:
+                self._expect(every, sampling, facts)
+
+    def _expect(self, every: list[Generated], sampling: Sampling, facts: dict[str, Any]) -> None:
+        """Report the rollouts of all processes to the plugin; the tap looks for this one's rows."""
+        assert self._tap is not None, "generation() asks before"
         # Responses are numbered over all processes, in their order, without the rows left out.
         first = sum(part.known for part in every[: self.ranks.rank])
         self._rollouts = rollouts = replace(as_rollouts(Generated.join(every), sampling), **facts)
@@ -322,21 +329,23 @@ class Attachment:
             return
         actor = self._actor
         before = actor.gathered_bytes
-        # On every process, because sharded tables are gathered.
-        changed = actor.refresh()
+        with self.plugin.exposed():
+            # On every process, because sharded tables are gathered.
+            changed = actor.refresh()
+            # On every process as well, and before `led`, in which all but the first only serve.
+            parts = self.ranks.first_gets(self._share.take()) if self._share else []
         gathered = actor.gathered_bytes - before
         self._more[names.TABLE_BYTES] = self._more.get(names.TABLE_BYTES, 0) + gathered
-        # On every process as well, and before `led`, in which all but the first only serve.
-        parts = self.ranks.first_gets(self._share.take()) if self._share else []
         self._led(lambda: self._tell(actor if changed else None, version, parts or []))
 
     def _tell(self, actor: HFActor | None, version: int, parts: list[RolloutBatch | None]) -> None:
         """Pass on the rows of all processes (of a single process the plugin has them), and the
         tables if they have changed.
         """
-        if batches := [batch for batch in parts if batch is not None]:
-            self.plugin.batch_ready(RolloutBatch.join(batches))
-        self.plugin.policy_updated(actor, version)
+        with self.plugin.exposed():
+            if batches := [batch for batch in parts if batch is not None]:
+                self.plugin.batch_ready(RolloutBatch.join(batches))
+            self.plugin.policy_updated(actor, version)
         self._write_step()
 
     def _write_step(self) -> None:

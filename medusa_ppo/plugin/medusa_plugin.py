@@ -11,6 +11,8 @@ random numbers don't change.
         model(...)
     plugin.policy_updated(model, policy_version)                the new lm_head goes to the
                                                                 companion
+    with plugin.exposed():                                      counts what else the loop does for
+        ...                                                     the plugin alone
     plugin.metrics()                                            this step's figures, under the names
                                                                 of medusa_ppo/contract/metrics.py
     plugin.close()
@@ -23,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,6 +134,8 @@ class MedusaPlugin:
         self._heads = heads
         self.installer = HeadsInstaller(engine, heads, on_error)
         self._clock = clock
+        # For each thread: hooks of the engine's and of the models' thread may overlap.
+        self._counting = threading.local()
         self._collector: BatchCollector | None = None
         self._tables: Tables | None = None
         self._tables_sent = True
@@ -523,6 +528,23 @@ class MedusaPlugin:
             if self._wants_states:
                 self._send_tables(policy_version)
 
+    @contextlib.contextmanager
+    def exposed(self) -> Iterator[None]:
+        """Count the block's seconds as spent in the plugin's hooks: for what a loop does only
+        because of the plugin, e.g. gathering rows and tables. Blocks and hooks inside it count
+        once. `metrics` belongs after the block: what is counted later goes to the next step.
+        """
+        if getattr(self._counting, "on", False):
+            yield
+            return
+        self._counting.on = True
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._counting.on = False
+            self._step.exposed_s += self._clock() - began
+
     def metrics(self) -> dict[str, Any]:
         """Figures of the step since the last call, under the names of contract/metrics.py. Unknown
         figures are left out.
@@ -695,13 +717,11 @@ class MedusaPlugin:
 
     @contextlib.contextmanager
     def _exposed(self) -> Iterator[None]:
-        began = self._clock()
-        if self._companion is not None:
-            self._companion.give_way(False)
-        try:
+        """A hook's own work; the companion need not wait any longer."""
+        with self.exposed():
+            if self._companion is not None:
+                self._companion.give_way(False)
             yield
-        finally:
-            self._step.exposed_s += self._clock() - began
 
 
 class StatesTap:

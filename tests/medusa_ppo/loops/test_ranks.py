@@ -29,8 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from heads.checkpoint import checksum, load_heads, load_state, save_state
 from heads.errors import ConfigError, EngineError, MedusaError
-from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.actors.hf import HFActor, load_actor
 from medusa_ppo.config.run_config import build_config
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.contract.status import PublishedHeads
 from medusa_ppo.loops import attachment as attachment_module
@@ -38,7 +39,9 @@ from medusa_ppo.loops import ranks as module
 from medusa_ppo.loops.attachment import Attachment
 from medusa_ppo.loops.passes import Generated
 from medusa_ppo.loops.ranks import Ranks
+from medusa_ppo.plugin import MedusaPlugin
 from medusa_ppo.plugin import medusa_plugin as plugin_module
+from medusa_ppo.reports.store import read_run
 from tests.medusa_ppo.conftest import RecordingCompanion
 
 Work = Callable[[int], Any]
@@ -296,6 +299,25 @@ class RankCompanion(RecordingCompanion):
         return PublishedHeads(1, str(path), checksum(load_state(path)), 0, 2.0)
 
 
+GATHERS = ((Ranks, "all"), (Ranks, "first_gets"), (HFActor, "refresh"))
+
+
+def _by_made_up_seconds(plugin: MedusaPlugin) -> None:
+    """From now on each gather of a step takes a second on the plugin's clock, all else nothing."""
+    now = [0.0]
+
+    def slower(gather: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*args: Any) -> Any:
+            now[0] += 1.0
+            return gather(*args)
+
+        return slow
+
+    plugin._clock = lambda: now[0]
+    for owner, name in GATHERS:
+        setattr(owner, name, slower(getattr(owner, name)))
+
+
 def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
     """Two steps of a trainer under DDP or FSDP2; each process has its own engine and its own
     rows.
@@ -319,6 +341,8 @@ def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     attachment.begin(model)
+    if isinstance(attachment.plugin, MedusaPlugin):
+        _by_made_up_seconds(attachment.plugin)
     seen: list[tuple[int, int]] = []
     for step in range(2):
         prompts = [[5 + rank, 6], [9 + rank, 7]]
@@ -378,6 +402,8 @@ def test_one_companion_learns_from_all_rows_and_feeds_all_engines(
         2 * first["table"] if form == "fsdp2" else 0
     ), "lm_head and the embedding"
     assert not second["figures"]
+    steps = read_run(tmp_path / "medusa").steps
+    assert [step[names.PLUGIN_EXPOSED_S] for step in steps] == [len(GATHERS)] * 2
     load_heads(tmp_path / "medusa" / "heads-final")
 
 
