@@ -50,6 +50,7 @@ from medusa_ppo.plugin.warm_up import FOLDER as WARM_UP_FOLDER
 from medusa_ppo.plugin.warm_up import WarmUpReport
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.runtime.hardware import gpus_beside, visible_gpus
 from medusa_ppo.runtime.processes import local_ray
 
 SPECULATION = ("speculative_config", "additional_config")
@@ -301,7 +302,8 @@ class Attachment:
         """
         atexit.register(self._stack.close)  # A failed training never reaches end().
         self._actor = actor = self._view(model)
-        plugin = self._led(lambda: self._start(actor))
+        gpus = self.ranks.all(own_gpu())
+        plugin = self._led(lambda: self._start(actor, gpus))
         self._share = RowShare() if self.ranks.size > 1 else None
         sink = self._share or plugin
         assert sink is not None, "a process alone has the plugin"
@@ -310,11 +312,17 @@ class Attachment:
         self._steps = 0
         self._began = time.monotonic()
 
-    def _start(self, actor: HFActor) -> MedusaPlugin:
+    def _start(self, actor: HFActor, taken: list[str | None]) -> MedusaPlugin:
+        """`taken`: the GPU of each process of the training."""
         assert self.engine is not None, "the engine is attached when the trainer is built"
         companion = self.config.companion
+        visible = visible_gpus()
         self._stack.enter_context(
-            local_ray(cpus=1 + companion.workers, queue_bytes=companion.queue_bytes)
+            local_ray(
+                cpus=1 + companion.workers,
+                queue_bytes=companion.queue_bytes,
+                gpus=gpus_beside(taken, visible, companion) if visible else None,
+            )
         )
         plugin = MedusaPlugin.start(self.config, actor, self.engine, self.folder)
         self._stack.callback(plugin.close)
@@ -409,6 +417,15 @@ class Attachment:
 
     def _led(self, action: Callable[[], Found]) -> Found | None:
         return self.ranks.led(action, self._serve)
+
+
+def own_gpu() -> str | None:
+    """The GPU on which this process computes, as CUDA_VISIBLE_DEVICES names it; None: the CPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    visible = visible_gpus()
+    place = torch.cuda.current_device()
+    return visible[place] if place < len(visible) else None
 
 
 class DraftingEngine:

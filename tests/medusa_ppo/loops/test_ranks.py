@@ -323,7 +323,16 @@ def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
     rows.
     """
     os.environ["OUT"] = str(out)
-    attachment_module.local_ray = lambda **_: contextlib.nullcontext()  # type: ignore[assignment]
+    offered: list[tuple[str, ...] | None] = []
+
+    def local_ray(*, gpus: Any = None, **_: Any) -> contextlib.AbstractContextManager[None]:
+        offered.append(gpus)
+        return contextlib.nullcontext()
+
+    attachment_module.local_ray = local_ray  # type: ignore[assignment]
+    # No test machine has GPUs: their names are made up.
+    attachment_module.visible_gpus = lambda: tuple("0123")
+    attachment_module.own_gpu = lambda: str(2 * rank)
     plugin_module.CompanionClient = RankCompanion  # type: ignore[assignment,misc]
     config = build_config({"heads": {"num_heads": 2}})
     attachment = Attachment(config, Ranks.here(config.model_dump(mode="json")))
@@ -376,6 +385,7 @@ def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
         "heads": engine.heads,
         "figures": attachment.figures(),
         "table": table,
+        "offered": offered,
     }
 
 
@@ -402,9 +412,21 @@ def test_one_companion_learns_from_all_rows_and_feeds_all_engines(
         2 * first["table"] if form == "fsdp2" else 0
     ), "lm_head and the embedding"
     assert not second["figures"]
+    assert first["offered"] == [("1", "3")] and not second["offered"], "those of neither process"
     steps = read_run(tmp_path / "medusa").steps
     assert [step[names.PLUGIN_EXPOSED_S] for step in steps] == [len(GATHERS)] * 2
     load_heads(tmp_path / "medusa" / "heads-final")
+
+
+def test_a_process_knows_its_gpu_by_the_name_that_others_know(monkeypatch: pytest.MonkeyPatch):
+    """Doubles: no test machine has several GPUs."""
+    monkeypatch.setattr(attachment_module, "visible_gpus", lambda: ("5", "GPU-1c"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert attachment_module.own_gpu() is None, "it computes on the CPU"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for place, name in ((0, "5"), (1, "GPU-1c"), (2, None)):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda place=place: place)
+        assert attachment_module.own_gpu() == name
 
 
 def test_one_process_needs_no_group_and_an_engine_for_one_is_refused_in_several():
