@@ -1,5 +1,5 @@
-"""The share of a Ray's GPUs that is left to the companion. If the loop has reserved them all, a
-warning says what training on the CPU takes, and what to do instead.
+"""The share of a Ray's GPUs that is left to the companion. If the loop has them all, a warning says
+what training on the CPU takes, and what to do instead.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from medusa_ppo.runtime.hardware import (
     companion_gpus,
     companion_threads,
     cpu_has_bfloat16,
+    find_hardware,
 )
 from medusa_ppo.runtime.training_speed import matrix_rate, training_operations
 
@@ -25,14 +26,19 @@ TOKENS = 10_000
 
 
 def gpus_left(config: CompanionConfig, heads: HeadsConfig, draft_vocab: int | None) -> float:
-    """GPUs for each worker, of those of this Ray that are free now. Warns if none is left; in a
-    Ray without GPUs nobody expects one.
+    """GPUs for each worker, of those of this Ray that are free now. Warns if there are GPUs, but
+    none is left: others have reserved them, or a Ray that we started offers none, since the
+    processes of the training have them all.
 
     Args:
         draft_vocab: number of tokens that drafts come from; None, 0: all.
     """
     gpus = companion_gpus(ray.available_resources().get("GPU", 0.0), config.workers)
-    if not gpus and (taken := ray.cluster_resources().get("GPU", 0.0)):
+    taken = 0.0 if gpus else ray.cluster_resources().get("GPU", 0.0)
+    # What this machine has says nothing about a node of the companion's own.
+    if not gpus and not taken and config.resource is None:
+        taken = find_hardware().gpus
+    if taken:
         logger.warning("%s", _warning(config, heads, draft_vocab or heads.vocab_size, taken))
     return gpus
 
@@ -49,7 +55,7 @@ def _warning(config: CompanionConfig, heads: HeadsConfig, drafted: int, gpus: fl
         torch.set_num_threads(before)
     seconds = TOKENS * training_operations(heads, drafted) / rate
     return (
-        f"The companion trains on the CPU, because no GPU of this Ray is left for it (of {gpus:g})."
+        f"The companion trains on the CPU, because no GPU is left for it (of {gpus:g})."
         f" A pass over {TOKENS:,} response tokens takes at least {seconds:.1f} s there (matrix"
         f" products alone; {rate / 1e9:.0f} GFLOP/s, measured here; threads: {threads}); rollouts"
         f" that it has no time for are left out. Do one of these: leave it {COMPANION_SHARE:g} GPU"

@@ -52,6 +52,7 @@ from medusa_ppo.plugin.warm_up import FOLDER as WARM_UP_FOLDER
 from medusa_ppo.plugin.warm_up import WarmUpReport
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.runtime.hardware import gpus_beside, visible_gpus
 from medusa_ppo.runtime.processes import local_ray
 
 logger = logging.getLogger(__name__)
@@ -282,10 +283,17 @@ class Attachment:
         seconds = time.perf_counter() - began
         # Every process builds the same rollouts, to find its own rows among them.
         facts = self.ranks.share(self._led(lambda: self._facts(before or Counters(), seconds)))
-        every = [Generated.join(own) for own in self.ranks.all(generated)]
-        # The block adds nothing in an evaluation during the training, or with images in prompts.
-        if not any(part.prompts for part in every) or facts is None:
-            return
+        # The gather is there only because of the plugin.
+        with self.plugin.exposed():
+            every = [Generated.join(own) for own in self.ranks.all(generated)]
+            # The block adds nothing in an evaluation during the training, or with images in
+            # prompts.
+            if any(part.prompts for part in every) and facts is not None:
+                self._expect(every, sampling, facts)
+
+    def _expect(self, every: list[Generated], sampling: Sampling, facts: dict[str, Any]) -> None:
+        """Report the rollouts of all processes to the plugin; the tap looks for this one's rows."""
+        assert self._tap is not None, "generation() asks before"
         # Responses are numbered over all processes, in their order, without the rows left out.
         first = sum(part.known for part in every[: self.ranks.rank])
         self._rollouts = rollouts = replace(as_rollouts(Generated.join(every), sampling), **facts)
@@ -332,7 +340,8 @@ class Attachment:
         self._policy_version = version
         atexit.register(self._stack.close)  # A failed training never reaches end().
         self._actor = actor = self._view(model)
-        plugin = self._led(lambda: self._start(actor))
+        gpus = self.ranks.all(own_gpu())
+        plugin = self._led(lambda: self._start(actor, gpus))
         self._share = RowShare() if self.ranks.size > 1 else None
         sink = self._share or plugin
         assert sink is not None, "a process alone has the plugin"
@@ -341,11 +350,17 @@ class Attachment:
         self._steps = 0
         self._began = time.monotonic()
 
-    def _start(self, actor: HFActor) -> MedusaPlugin:
+    def _start(self, actor: HFActor, taken: list[str | None]) -> MedusaPlugin:
+        """`taken`: the GPU of each process of the training."""
         assert self.engine is not None, "the engine is attached when the trainer is built"
         companion = self.config.companion
+        visible = visible_gpus()
         self._stack.enter_context(
-            local_ray(cpus=1 + companion.workers, queue_bytes=companion.queue_bytes)
+            local_ray(
+                cpus=1 + companion.workers,
+                queue_bytes=companion.queue_bytes,
+                gpus=gpus_beside(taken, visible, companion) if visible else None,
+            )
         )
         engine, folder = self.engine, self.folder
         plugin = start_or_resume(
@@ -365,21 +380,23 @@ class Attachment:
             return
         actor = self._actor
         before = actor.gathered_bytes
-        # On every process, because sharded tables are gathered.
-        changed = actor.refresh()
+        with self.plugin.exposed():
+            # On every process, because sharded tables are gathered.
+            changed = actor.refresh()
+            # On every process as well, and before `led`, in which all but the first only serve.
+            parts = self.ranks.first_gets(self._share.take()) if self._share else []
         gathered = actor.gathered_bytes - before
         self._more[names.TABLE_BYTES] = self._more.get(names.TABLE_BYTES, 0) + gathered
-        # On every process as well, and before `led`, in which all but the first only serve.
-        parts = self.ranks.first_gets(self._share.take()) if self._share else []
         self._led(lambda: self._tell(actor if changed else None, version, parts or []))
 
     def _tell(self, actor: HFActor | None, version: int, parts: list[RolloutBatch | None]) -> None:
         """Pass on the rows of all processes (of a single process the plugin has them), and the
         tables if they have changed.
         """
-        if batches := [batch for batch in parts if batch is not None]:
-            self.plugin.batch_ready(RolloutBatch.join(batches))
-        self.plugin.policy_updated(actor, version)
+        with self.plugin.exposed():
+            if batches := [batch for batch in parts if batch is not None]:
+                self.plugin.batch_ready(RolloutBatch.join(batches))
+            self.plugin.policy_updated(actor, version)
         self._write_step()
 
     def _write_step(self) -> None:
@@ -443,6 +460,15 @@ class Attachment:
 
     def _led(self, action: Callable[[], Found]) -> Found | None:
         return self.ranks.led(action, self._serve)
+
+
+def own_gpu() -> str | None:
+    """The GPU on which this process computes, as CUDA_VISIBLE_DEVICES names it; None: the CPU."""
+    if not torch.cuda.is_initialized():
+        return None
+    visible = visible_gpus()
+    place = torch.cuda.current_device()
+    return visible[place] if place < len(visible) else None
 
 
 class DraftingEngine:

@@ -24,7 +24,9 @@ logger = logging.getLogger(__name__)
 AGREE_S = 300.0
 """Time for all processes to make their trainers; a process without the plugin never arrives."""
 LED_S = 900.0
-"""Longest wait for the first process, which may be starting or draining a companion."""
+"""Longest wait for another process, unless the trainer allows more: the first one may be starting
+or draining a companion.
+"""
 DONE = "done"
 Found = TypeVar("Found")
 Serve = Callable[[str, tuple[Any, ...]], list[Any]]
@@ -58,11 +60,15 @@ class Ranks:
             )
 
     @classmethod
-    def here(cls, what: object) -> Self:
-        """This process's end, once all have arrived with the same settings. See `agree`."""
+    def here(cls, what: object, timeout_s: float = 0.0) -> Self:
+        """This process's end, once all have arrived with the same settings. See `agree`.
+
+        Args:
+            timeout_s: how long the trainer lets its processes wait for each other.
+        """
         several = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         ranks = cls(dist.get_rank(), dist.get_world_size()) if several else cls()
-        ranks.agree(what)
+        ranks.agree(what, timeout_s)
         return ranks
 
     @property
@@ -70,9 +76,13 @@ class Ranks:
         """Whether this process has the training's only plugin and companion."""
         return self.rank == 0
 
-    def agree(self, what: object) -> None:
+    def agree(self, what: object, timeout_s: float = 0.0) -> None:
         """Ensure that all processes have the same settings and share a node, since heads and
         weights are passed as files.
+
+        Args:
+            timeout_s: how long they may later wait for each other; LED_S if that is longer. Under
+                DDP, for example, one process writes a checkpoint while the others already wait.
 
         Raises:
             ConfigError: they don't (the same error on each), or one of them has not arrived.
@@ -111,7 +121,8 @@ class Ranks:
                     do="Give every process the same settings, and train on one node.",
                 )
         # A new group, because a group's timeout is set when it is created.
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=LED_S))
+        patience = timedelta(seconds=max(LED_S, timeout_s))
+        self._group = dist.new_group(backend="gloo", timeout=patience)
 
     # ---- calls from the first process to all
 
@@ -131,7 +142,7 @@ class Ranks:
         problem = ""
         try:
             return action()
-        # Also catches Ctrl-C, because the others would otherwise wait for the rest of LED_S.
+        # Also catches Ctrl-C, because the others would otherwise wait until their time is up.
         except BaseException as error:
             problem = f"{type(error).__name__}: {error}"
             raise

@@ -5,7 +5,8 @@ What is hooked, and how (TRL 1.16; tests/contracts/test_trl.py compares all of i
 package):
 
     vLLM's start     the trainer builds our subclass of VLLMGeneration, which adds our arguments to
-                     its call of `LLM` (TRL has no option)
+                     its call of `LLM` (TRL has no option) and attaches to the engine before TRL may
+                     put it to sleep
     before, after    `VLLMGeneration.generate`, overridden: newer heads go in; tokens and behaviour
                      log-probs come out
     weight sync      `VLLMGeneration.sync_weights`, overridden: the heads follow
@@ -61,17 +62,24 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
             attachment.attach_server(model, lambda: self.vllm_client.base_url)
         else:
             extra = attachment.engine_arguments(model)
-            start = functools.partial(_start, vllm_generation.LLM, extra)
+            start = functools.partial(self._start, vllm_generation.LLM, extra)
             with replaced(vllm_generation, "LLM", start):
                 super().__init__(model=model, mode=mode, **arguments)
-            tensor_parallel = self.tensor_parallel_size
-            attachment.attach_llm(
-                self.llm, counts=self.accelerator.process_index % tensor_parallel == 0
-            )
         if self.logprobs is None:
             # RLOO doesn't request the sampled tokens' log-probs, and ignores them. A value above 0
             # would put the most likely token's first instead of the sampled one's (see `_sampled`).
             self.logprobs = 0
+
+    def _start(self, llm_class: Any, extra: dict[str, Any], **arguments: Any) -> Any:
+        """In place of TRL's call of `LLM`: with our arguments, and attached at once. With sleep
+        mode TRL puts the engine to sleep as soon as it has it, and heads can't be looked at there:
+        their memory is not mapped any more.
+        """
+        # Ours come last, because engine.extra overrides TRL's arguments.
+        llm = llm_class(**{**arguments, **extra})
+        first_of_its_engine = self.accelerator.process_index % self.tensor_parallel_size == 0
+        self.attachment.attach_llm(llm, counts=first_of_its_engine)
+        return llm
 
     def sync_weights(self) -> None:
         """Send the actor's weights to vLLM, and update what depends on them."""
@@ -153,7 +161,9 @@ class MedusaMixin:
             ConfigError: the trainer does something that can't be combined with draft heads.
         """
         config = as_config(medusa)
-        ranks = Ranks.here(config.model_dump(mode="json") if config else None)
+        ranks = Ranks.here(
+            config.model_dump(mode="json") if config else None, _patience(args, kwargs)
+        )
         if config is None:
             super().__init__(*args, **kwargs)
             return
@@ -204,6 +214,14 @@ class MedusaRLOOTrainer(MedusaMixin, trl.RLOOTrainer):
     """`trl.RLOOTrainer` with draft heads."""
 
 
+def _patience(args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """Seconds that the trainer's processes may wait for each other: `ddp_timeout` of its `args`,
+    which may also come by position; 0 if TRL makes them itself.
+    """
+    given = (kwargs.get("args"), *args)
+    return next((float(found.ddp_timeout) for found in given if hasattr(found, "ddp_timeout")), 0.0)
+
+
 def _refuse(arguments: dict[str, Any]) -> None:
     if arguments.get("min_p"):
         raise ConfigError(
@@ -212,11 +230,6 @@ def _refuse(arguments: dict[str, Any]) -> None:
             expected="min_p=0",
             do="Use top_p.",
         )
-
-
-def _start(llm: Any, extra: dict[str, Any], **arguments: Any) -> Any:
-    # Ours come last, because engine.extra overrides TRL's arguments.
-    return llm(**{**arguments, **extra})
 
 
 def _sampled(logprobs: list[list[list[float | None]]]) -> list[list[float | None]]:

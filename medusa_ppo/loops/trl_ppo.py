@@ -67,7 +67,9 @@ class MedusaPPOTrainer(PPOTrainer):
         """
         super().__init__(*args, **kwargs)
         config = as_config(medusa)
-        ranks = Ranks.here(config.model_dump(mode="json") if config else None)
+        ranks = Ranks.here(
+            config.model_dump(mode="json") if config else None, float(self.args.ddp_timeout)
+        )
         if config is None:
             return
         if kwargs.get("peft_config") is not None:

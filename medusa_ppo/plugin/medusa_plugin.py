@@ -11,6 +11,8 @@ random numbers don't change.
         model(...)
     plugin.policy_updated(model, policy_version)                the new lm_head goes to the
                                                                 companion
+    with plugin.exposed():                                      counts what else the loop does for
+        ...                                                     the plugin alone
     plugin.metrics()                                            this step's figures, under the names
                                                                 of medusa_ppo/contract/metrics.py
     plugin.close()
@@ -23,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import threading
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -131,6 +134,8 @@ class MedusaPlugin:
         self._heads = heads
         self.installer = HeadsInstaller(engine, heads, on_error)
         self._clock = clock
+        # For each thread: hooks of the engine's and of the models' thread may overlap.
+        self._counting = threading.local()
         self._collector: BatchCollector | None = None
         self._tables: Tables | None = None
         self._tables_sent = True
@@ -148,7 +153,6 @@ class MedusaPlugin:
         self._unfinished = False
         self._step = _Step()
         self._hands_over = True
-        self._exposing = False
         self._warm_up: dict[str, float] = {}
         self._train_s_before = self._worked_s_before = 0.0
         self.empty_responses = 0
@@ -383,10 +387,10 @@ class MedusaPlugin:
         Raises:
             SwapError: the engine did not take newer heads, and `on_error` is `raise`.
         """
-        with self.exposed():
+        with self._exposed():
             self._book_last()
         self._step.began = self._clock()
-        with self.exposed():
+        with self._exposed():
             back = self.installer.take_back()
             if self._companion is not None:
                 if back and self._heads is not None:
@@ -428,7 +432,7 @@ class MedusaPlugin:
         """Remember this batch's tokens and log-probs. Returns the collector that gets its states
         through `actor_forward`, or None if the batch is not wanted.
         """
-        with self.exposed():
+        with self._exposed():
             self._flush()
             self._step.rollouts = rollouts
             self._step.serving, self._step.choices = (
@@ -475,7 +479,7 @@ class MedusaPlugin:
             return
         with as_view(model).tap() as tap:
             yield
-        with self.exposed():
+        with self._exposed():
             collector.add(tap.hidden_BTD, response_mask_BT, sequences)
             if collector.complete and self._hands_over:
                 self._flush()
@@ -500,7 +504,7 @@ class MedusaPlugin:
             rows: what `wanted_rows` named, of the actor that gave the batch's states; None: the
                 tables were given to `tables_updated`.
         """
-        with self.exposed():
+        with self._exposed():
             self._collector = None
             if rows is not None:
                 self._tables = None  # Those of the start: the actor may have changed since.
@@ -522,7 +526,7 @@ class MedusaPlugin:
 
     def tables_updated(self, tables_VD: Tables | None, policy_version: int) -> None:
         """Like `policy_updated`, for an actor in another process."""
-        with self.exposed():
+        with self._exposed():
             self._flush()
             if tables_VD is not None:
                 self._tables = tables_VD
@@ -530,11 +534,28 @@ class MedusaPlugin:
             if self._wants_states:
                 self._send_tables(policy_version)
 
+    @contextlib.contextmanager
+    def exposed(self) -> Iterator[None]:
+        """Count the block's seconds as spent in the plugin's hooks: for what a loop does only
+        because of the plugin, e.g. gathering rows and tables. Blocks and hooks inside it count
+        once. `metrics` belongs after the block: what is counted later goes to the next step.
+        """
+        if getattr(self._counting, "on", False):
+            yield
+            return
+        self._counting.on = True
+        began = self._clock()
+        try:
+            yield
+        finally:
+            self._counting.on = False
+            self._step.exposed_s += self._clock() - began
+
     def metrics(self) -> dict[str, Any]:
         """Figures of the step since the last call, under the names of contract/metrics.py. Unknown
         figures are left out.
         """
-        with self.exposed():
+        with self._exposed():
             status = self._companion.status() if self._companion is not None else None
         step = self._step
         self._step = _Step()
@@ -701,22 +722,12 @@ class MedusaPlugin:
         )
 
     @contextlib.contextmanager
-    def exposed(self) -> Iterator[None]:
-        """Context around whatever the loop waits for because of the plugin: its seconds are in
-        `plugin_exposed_s`. Inside another such context it counts nothing.
-        """
-        if self._exposing:
+    def _exposed(self) -> Iterator[None]:
+        """A hook's own work; the companion need not wait any longer."""
+        with self.exposed():
+            if self._companion is not None:
+                self._companion.give_way(False)
             yield
-            return
-        self._exposing = True
-        began = self._clock()
-        if self._companion is not None:
-            self._companion.give_way(False)
-        try:
-            yield
-        finally:
-            self._exposing = False
-            self._step.exposed_s += self._clock() - began
 
 
 class StatesTap:
@@ -748,7 +759,7 @@ class StatesTap:
         plugin, collector = self._plugin, self._plugin._collector
         if collector is None:
             return
-        with plugin.exposed():
+        with plugin._exposed():
             for sequence, states_ND in states.items():
                 collector.put(sequence, states_ND)
             if collector.complete and plugin._hands_over:

@@ -81,6 +81,11 @@ class NoPlugin:
     def tables_updated(self, tables_VD: Tables | None, policy_version: int) -> None:
         """The new tables are not needed."""
 
+    @contextlib.contextmanager
+    def exposed(self) -> Iterator[None]:
+        """Nothing is counted."""
+        yield
+
     def metrics(self) -> dict[str, Any]:
         """No figures."""
         return {}

@@ -11,12 +11,13 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from heads.errors import ConfigError, ModelError
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.config.engine_section import SERVER, EngineConfig
 from medusa_ppo.config.run_config import RunConfig
 
@@ -385,6 +386,25 @@ def gpu_places(
     taken = [tuple(free[i * ranks : (i + 1) * ranks]) for i in range(servers)]
     left = visible if shared or len(visible) == 1 else free[servers * ranks :]
     return GpuPlaces(tuple(taken), tuple(left))
+
+
+def gpus_beside(
+    taken: Sequence[str | None], visible: tuple[str, ...], companion: CompanionConfig
+) -> tuple[str, ...]:
+    """The GPUs of this node that our own Ray offers to the companion of a training whose processes
+    have theirs already. A single process on a single GPU shares it with all.
+
+    Args:
+        taken: each process's GPU, named as in `visible`; None: it computes on the CPU.
+        companion: if its `num_gpus` asks for more than the others have left, it gets these too.
+    """
+    if len(visible) == len(taken) == 1:
+        return visible
+    free = tuple(gpu for gpu in visible if gpu not in taken)
+    each = companion.num_gpus or 0.0
+    # Ray puts a process with a share of a GPU on a single one.
+    wanted = math.ceil(companion.workers / max(1, int(1 / each))) * max(1.0, each) if each else 0.0
+    return free if len(free) >= wanted else visible
 
 
 def companion_gpus(free: float, workers: int) -> float:

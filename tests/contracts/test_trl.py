@@ -124,6 +124,21 @@ def test_colocated_vllm_is_started_from_a_name_in_the_module_and_without_our_arg
     assert ast.unparse(given["model"]) == "model.name_or_path"
 
 
+def test_colocated_vllm_falls_asleep_after_its_start_and_is_woken_for_a_sync():
+    generation = vllm_generation.VLLMGeneration
+    begins = source(generation.__init__)
+    known = ("self.accelerator = ", "self.tensor_parallel_size = ")
+    assert all(begins.index(name) < begins.index("self._init_vllm()") for name in known)
+    start = source(generation._init_vllm)
+    assert start.index("self.llm = LLM(") < start.index("self.llm.sleep(level=2)")
+    sync = source(generation.sync_weights)
+    assert sync.index('self.llm.wake_up(tags=["weights"])') < sync.index("load_weights([(name")
+    generate = source(generation.generate)
+    sleeps = generate.index("self.llm.sleep(level=2)")
+    assert generate.index("self.sync_weights()") < generate.index('wake_up(tags=["kv_cache"])')
+    assert sleeps < generate.index("self._llm_weights_sleeping = True")
+
+
 def test_the_server_mode_opens_a_communicator_that_needs_cuda():
     assert parameters(vllm_client.VLLMClient.init_communicator) == ["self", "device"]
     assert vllm_generation.VLLMClient is vllm_client.VLLMClient

@@ -29,8 +29,9 @@ from torch.distributed.tensor import DTensor
 
 from heads.checkpoint import checksum, load_heads, load_state, save_state
 from heads.errors import ConfigError, EngineError, MedusaError
-from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.actors.hf import HFActor, load_actor
 from medusa_ppo.config.run_config import build_config
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.contract.status import PublishedHeads
 from medusa_ppo.loops import attachment as attachment_module
@@ -38,7 +39,9 @@ from medusa_ppo.loops import ranks as module
 from medusa_ppo.loops.attachment import Attachment
 from medusa_ppo.loops.passes import Generated
 from medusa_ppo.loops.ranks import Ranks
+from medusa_ppo.plugin import MedusaPlugin
 from medusa_ppo.plugin import medusa_plugin as plugin_module
+from medusa_ppo.reports.store import read_run
 from tests.medusa_ppo.conftest import RecordingCompanion
 
 Work = Callable[[int], Any]
@@ -165,6 +168,22 @@ def test_a_process_that_never_comes_is_waited_for_in_vain_but_not_long():
     assert isinstance(answer, ConfigError) and "Not every process" in str(answer) and seconds < 300
 
 
+@pytest.mark.parametrize(("timeout_s", "waits"), [(60.0, True), (0.0, False)])
+def test_processes_wait_for_each_other_as_long_as_the_trainer_allows(timeout_s: float, waits: bool):
+    """The second one arrives late, as one that writes a checkpoint alone."""
+
+    def work(rank: int) -> Any:
+        module.LED_S = 2.0
+        ranks = Ranks.here({}, timeout_s)
+        if rank == 1:
+            time.sleep(6)
+        return ranks.all(rank)
+
+    found = together(work)
+    assert (found[0][0] == [0, 1]) == waits
+    assert isinstance(found[0][0], RuntimeError) != waits
+
+
 def test_a_failure_on_either_side_ends_both():
     def fails(where: int) -> Work:
         def work(rank: int) -> Any:
@@ -280,12 +299,40 @@ class RankCompanion(RecordingCompanion):
         return PublishedHeads(1, str(path), checksum(load_state(path)), 0, 2.0)
 
 
+GATHERS = ((Ranks, "all"), (Ranks, "first_gets"), (HFActor, "refresh"))
+
+
+def _by_made_up_seconds(plugin: MedusaPlugin) -> None:
+    """From now on each gather of a step takes a second on the plugin's clock, all else nothing."""
+    now = [0.0]
+
+    def slower(gather: Callable[..., Any]) -> Callable[..., Any]:
+        def slow(*args: Any) -> Any:
+            now[0] += 1.0
+            return gather(*args)
+
+        return slow
+
+    plugin._clock = lambda: now[0]
+    for owner, name in GATHERS:
+        setattr(owner, name, slower(getattr(owner, name)))
+
+
 def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
     """Two steps of a trainer under DDP or FSDP2; each process has its own engine and its own
     rows.
     """
     os.environ["OUT"] = str(out)
-    attachment_module.local_ray = lambda **_: contextlib.nullcontext()  # type: ignore[assignment]
+    offered: list[tuple[str, ...] | None] = []
+
+    def local_ray(*, gpus: Any = None, **_: Any) -> contextlib.AbstractContextManager[None]:
+        offered.append(gpus)
+        return contextlib.nullcontext()
+
+    attachment_module.local_ray = local_ray  # type: ignore[assignment]
+    # No test machine has GPUs: their names are made up.
+    attachment_module.visible_gpus = lambda: tuple("0123")
+    attachment_module.own_gpu = lambda: str(2 * rank)
     plugin_module.CompanionClient = RankCompanion  # type: ignore[assignment,misc]
     config = build_config({"heads": {"num_heads": 2}})
     attachment = Attachment(config, Ranks.here(config.model_dump(mode="json")))
@@ -303,6 +350,8 @@ def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     attachment.begin(model)
+    if isinstance(attachment.plugin, MedusaPlugin):
+        _by_made_up_seconds(attachment.plugin)
     seen: list[tuple[int, int]] = []
     for step in range(2):
         prompts = [[5 + rank, 6], [9 + rank, 7]]
@@ -336,6 +385,7 @@ def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
         "heads": engine.heads,
         "figures": attachment.figures(),
         "table": table,
+        "offered": offered,
     }
 
 
@@ -362,7 +412,21 @@ def test_one_companion_learns_from_all_rows_and_feeds_all_engines(
         2 * first["table"] if form == "fsdp2" else 0
     ), "lm_head and the embedding"
     assert not second["figures"]
+    assert first["offered"] == [("1", "3")] and not second["offered"], "those of neither process"
+    steps = read_run(tmp_path / "medusa").steps
+    assert [step[names.PLUGIN_EXPOSED_S] for step in steps] == [len(GATHERS)] * 2
     load_heads(tmp_path / "medusa" / "heads-final")
+
+
+def test_a_process_knows_its_gpu_by_the_name_that_others_know(monkeypatch: pytest.MonkeyPatch):
+    """Doubles: no test machine has several GPUs."""
+    monkeypatch.setattr(attachment_module, "visible_gpus", lambda: ("5", "GPU-1c"))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert attachment_module.own_gpu() is None, "it computes on the CPU"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    for place, name in ((0, "5"), (1, "GPU-1c"), (2, None)):
+        monkeypatch.setattr(torch.cuda, "current_device", lambda place=place: place)
+        assert attachment_module.own_gpu() == name
 
 
 def test_one_process_needs_no_group_and_an_engine_for_one_is_refused_in_several():

@@ -297,3 +297,26 @@ def test_what_the_heads_cannot_learn_from_is_refused(chain_actor: Path, tmp_path
         small_trainer(MedusaGRPOTrainer, chain_actor, tmp_path / "b", medusa={})
     with pytest.raises(ConfigError, match="Unknown configuration key"):
         small_trainer(MedusaGRPOTrainer, chain_actor, tmp_path / "c", medusa={"headz": {}})
+
+
+@pytest.mark.parametrize("by_position", [True, False])
+def test_the_processes_wait_as_long_as_the_trainer_lets_them(
+    by_position: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from trl import GRPOConfig
+
+    from medusa_ppo.loops import trl
+
+    asked: list[float] = []
+
+    def here(settings: object, timeout_s: float = 0.0) -> Any:
+        asked.append(timeout_s)
+        raise InterruptedError
+
+    monkeypatch.setattr(trl.Ranks, "here", here)
+    args = GRPOConfig(output_dir=str(tmp_path), ddp_timeout=7200, bf16=False)
+    given: Any = ("actor", len, args) if by_position else ()
+    named: Any = {} if by_position else {"args": args}
+    with pytest.raises(InterruptedError):
+        trl.MedusaGRPOTrainer(*given, medusa={}, **named)
+    assert asked == [7200]

@@ -47,6 +47,8 @@ def test_nothing_is_done(tmp_path: Path) -> None:
     assert plugin.rollout_ready(rollouts) is None and plugin.tap is None
     with plugin.actor_forward(torch.nn.Linear(1, 1), torch.zeros(1, 1), [0]):
         pass
+    with plugin.exposed():
+        pass
     plugin.policy_updated(None, 1)
     plugin.tables_updated(None, 1)
     assert plugin.metrics() == {} and plugin.drain() and not plugin.save(tmp_path / "state")

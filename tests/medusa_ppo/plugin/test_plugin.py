@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -623,6 +624,47 @@ def test_seconds_exposed_and_hidden(parts) -> None:
     values = plugin.metrics()
     assert values[names.COMPANION_TRAIN_S] == 1.0 and values[names.COMPANION_HIDDEN_S] == 1.0
     assert names.COMPANION_LOSS not in values and names.REPLAY_SERVING not in values
+
+
+def test_what_a_loop_does_for_the_plugin_is_exposed_and_counts_once(parts) -> None:
+    actor, engine, _, _ = parts
+    now = [0.0]
+
+    class Slow(RecordingCompanion):
+        def update_lm_head(self, *args: object, **kwargs: object) -> None:
+            now[0] += 2.0
+
+    slow = Slow()
+    plugin = MedusaPlugin(engine, slow, heads=engine.heads, clock=lambda: now[0])
+    plugin.before_generation()
+    with plugin.exposed():
+        assert slow.gave_way[-1], "between generation and the first hook it is still to wait"
+        now[0] += 1.0
+        with plugin.exposed():
+            now[0] += 4.0
+        plugin.policy_updated(actor, 1)
+        assert not slow.gave_way[-1]
+    assert plugin.metrics()[names.PLUGIN_EXPOSED_S] == 7.0
+    with pytest.raises(KeyError), plugin.exposed():
+        now[0] += 1.0
+        raise KeyError
+    now[0] += 8.0
+    plugin.policy_updated(actor, 2)
+    assert plugin.metrics()[names.PLUGIN_EXPOSED_S] == 3.0
+
+
+def test_hooks_of_another_thread_are_exposed_as_well(parts) -> None:
+    _, engine, companion, _ = parts
+    now = [0.0]
+    plugin = MedusaPlugin(engine, companion, clock=lambda: now[0])
+
+    def other() -> None:
+        with plugin.exposed():
+            now[0] += 2.0
+
+    with plugin.exposed(), ThreadPoolExecutor(1) as pool:
+        pool.submit(other).result()
+    assert plugin.metrics()[names.PLUGIN_EXPOSED_S] == 4.0
 
 
 def test_without_companion_only_acceptance_is_reported(parts) -> None:

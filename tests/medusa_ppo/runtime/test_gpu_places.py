@@ -12,9 +12,16 @@ from typing import Any
 import pytest
 
 from heads.errors import ConfigError
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.runtime import hardware
-from medusa_ppo.runtime.hardware import GpuPlaces, Hardware, gpu_places, visible_gpus
+from medusa_ppo.runtime.hardware import (
+    GpuPlaces,
+    Hardware,
+    gpu_places,
+    gpus_beside,
+    visible_gpus,
+)
 
 EIGHT = tuple("01234567")
 
@@ -52,6 +59,37 @@ def test_servers_without_a_gpu_each_are_refused(replicas: int, visible: tuple[st
         gpu_places(EngineConfig(backend="server", replicas=replicas), visible)
     said = str(refused.value)
     assert f"{replicas} engines" in said and ", ".join(visible) in said
+
+
+@pytest.mark.parametrize(
+    ("taken", "visible", "asked", "expected"),
+    [
+        (EIGHT, EIGHT, {}, ()),
+        (EIGHT[:6], EIGHT, {}, ("6", "7")),
+        # Each process sees only its own.
+        (EIGHT, ("0",), {}, ()),
+        (("GPU-8f",), ("GPU-8f", "GPU-1c"), {}, ("GPU-1c",)),
+        # One for everybody.
+        (("3",), ("3",), {}, ("3",)),
+        ((None,), ("3",), {}, ("3",)),
+        # A training on the CPU.
+        ((None, None), EIGHT, {}, EIGHT),
+        # What the user asked for has to have room, if need be beside the training.
+        (EIGHT, EIGHT, {"num_gpus": 0.1}, EIGHT),
+        (EIGHT, EIGHT, {"num_gpus": 0.0}, ()),
+        (EIGHT[:6], EIGHT, {"num_gpus": 1.0, "workers": 2}, ("6", "7")),
+        (EIGHT[:6], EIGHT, {"num_gpus": 1.0, "workers": 3}, EIGHT),
+        (EIGHT[:6], EIGHT, {"num_gpus": 0.6, "workers": 3}, EIGHT),
+        (EIGHT[:7], EIGHT, {"num_gpus": 0.3, "workers": 3}, ("7",)),
+    ],
+)
+def test_a_companion_gets_what_the_processes_of_a_training_leave(
+    taken: tuple[str | None, ...],
+    visible: tuple[str, ...],
+    asked: dict[str, Any],
+    expected: tuple[str, ...],
+) -> None:
+    assert gpus_beside(taken, visible, CompanionConfig(**asked)) == expected
 
 
 @pytest.mark.parametrize(
