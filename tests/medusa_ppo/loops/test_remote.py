@@ -44,8 +44,10 @@ from medusa_ppo.loops.remote import (
     refuse,
     serve,
 )
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 from medusa_ppo.reports.store import read_run
 from medusa_ppo.runtime.control_guard import TOKEN
+from tests.medusa_ppo.conftest import RecordingCompanion
 
 
 class RemoteWorkers:
@@ -211,6 +213,21 @@ def test_a_loop_is_told_when_the_companion_wants_no_states(chain_actor: Path, tm
         Counters(10, 20, 5, (4, 1)),
         Counters(20, 40, 20, (12, 8)),
     ]
+
+
+def test_a_step_without_a_usable_row_does_not_end_the_training(chain_actor: Path, tmp_path: Path):
+    """Tools' answers in every response of the tapped replica, for example."""
+    config = build_config({"heads": {"num_heads": 2}})
+    attachment = RemoteAttachment(config, str(chain_actor), tmp_path / "medusa")
+    attachment.attach(RemoteWorkers(), Counters)
+    assert attachment.engine is not None
+    companion = RecordingCompanion()
+    attachment.plugin = MedusaPlugin(attachment.engine, cast(Any, companion))
+    for version in (1, 2):
+        assert attachment.generated(Sampling())
+        attachment.scored([None])
+        attachment.updated(version)
+    assert companion.batches == []
 
 
 @pytest.mark.parametrize("tied", [True, False])
