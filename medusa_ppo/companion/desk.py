@@ -1,8 +1,9 @@
 """Joins the parts from a training's processes into batches of the companion: a standalone companion
 has this instead of a plugin. It is independent of the transport.
 
-Parts of one step come from several processes, each when it has finished its pass. Once all have
-arrived they form one batch; if the next step's parts arrive first, those present do. Nobody waits.
+Parts of one step come from several processes, each when it has finished its pass, some without
+rows: the sample has none of theirs. Once all have arrived they form one batch; if the next step's
+parts arrive first, those present do. Nobody waits.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +187,13 @@ class CompanionDesk:
 
     @property
     def _held(self) -> int:
-        return sum(part.batch.nbytes for part in self._parts)
+        return sum(part.batch.nbytes for part in self._parts if part.batch is not None)
 
     def _draft_ids(self) -> torch.Tensor | None:
         """Tokens that drafts of the next batch may come from; None: any."""
         with self._lock:
-            waiting = [part.batch.response_ids_M for part in self._parts]
+            batches = [part.batch for part in self._parts if part.batch is not None]
+        waiting = [batch.response_ids_M for batch in batches]
         ids = self._service.draft_ids()
         if ids is None:
             return None
@@ -211,20 +214,23 @@ class CompanionDesk:
         ) and part.header.rank not in {other.header.rank for other in self._parts}
 
     def _submit(self) -> None:
-        """Turn the waiting parts into a batch, if the tables of their actor are here."""
+        """Turn the waiting parts into a batch, if one of them has rows and the tables of their
+        actor are here.
+        """
         parts, self._parts = self._parts, []
         if not parts:
             return
         header = parts[0].header
         whole = [part.tables for part in parts if isinstance(part.tables, tuple)]
         rows = [part.tables for part in parts if isinstance(part.tables, TableRows)]
+        rowless = not any(part.header.rows for part in parts)
         some = False
         if whole:
             self._tables = whole[-1]
             self._tables_version = header.tables_version
             kept = self._tables if self._heads.needs_embedding else (self._tables[0], None)
             self._packed_tables = pack_tables(*kept)
-        elif self._tables_version != header.tables_version:
+        elif self._tables_version != header.tables_version and not rowless:
             # The first process has the rows that drafts come from, others those of their own ids.
             if not any(part.header.rank == 0 and part.tables is not None for part in parts):
                 self._drop(
@@ -246,10 +252,17 @@ class CompanionDesk:
                 " follow from all of them: nothing is learned from it."
             )
             return
+        if rowless:
+            return
         now = self._clock()
         self._step_s = 0.0 if self._arrived is None else now - self._arrived
         self._arrived = now
-        batch = joined([with_logprobs(part, self._tables[0], self._device) for part in parts])
+        lm_head_VD = self._tables[0]
+        batch = joined(
+            [with_logprobs(part, lm_head_VD, self._device) for part in parts if part.header.rows]
+        )
+        elsewhere = sum(part.header.left_out for part in parts if not part.header.rows)
+        batch = replace(batch, left_out=batch.left_out + elsewhere)
         self._service.submit(pack(batch), self._packed_tables)
         self._note = ""
 

@@ -281,22 +281,31 @@ class RowTap(ABC):
         self._rollouts: Rollouts | None = None
         self._collector: BatchCollector | None = None
         self._expected: int | None = None
-        self._rows: int | None = None
+        self._rows: float | None = None
+        self._rank, self._ranks = 0, 1
         self._batches = 0
         # Counts for this batch: passes so far, and rows of the sample still open for the next ones.
         self._passes = 0
         self._owed = 0.0
         self._left_out = 0
 
-    def expect(self, tokens: int, rows: int | None = None) -> None:
+    def expect(
+        self, tokens: int, rows: float | None = None, *, rank: int = 0, ranks: int = 1
+    ) -> None:
         """Announce that the next passes, up to `take`, cover this many response tokens. Each pass
         then contributes its share of the sample. Without this call a pass counts as a whole batch.
 
         Args:
-            rows: number of states in the sample; None: as many as fit into `max_bytes`.
+            rows: number of states in the sample, on average; None: at most as many as fit into
+                `max_bytes`.
+            rank, ranks: which process this is, of how many that sample this many `rows` each.
+                Blocks are as long as in a sample of all of them together: of short ones, few rows
+                could be trained on. Where a process's share is less than a block, it contributes
+                one in some batches, and in the others none.
         """
         self._expected = tokens
         self._rows = rows
+        self._rank, self._ranks = rank, ranks
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:
@@ -391,7 +400,7 @@ class RowTap(ABC):
             self._collector = self._collector_of(self._rollouts, rows)
         self._collector.add(hidden_TD[None], mask_BT, found)
 
-    def _collector_of(self, rollouts: Rollouts, rows: int) -> BatchCollector:
+    def _collector_of(self, rollouts: Rollouts, rows: float) -> BatchCollector:
         """A collector for this pass's share of the sample, if this many rows of the whole batch may
         be kept.
 
@@ -399,24 +408,49 @@ class RowTap(ABC):
         several of them.
         """
         tokens = sum(len(response.token_ids) for response in rollouts.responses)
-        first = not self._passes
-        seed = 1_000_003 * self._batches + self._passes
+        number = self._passes
         self._passes += 1
         if self._expected is None:  # The rest belongs to this pass.
             rows = max(0, rows - sum(part.hidden_MD.shape[0] for part in self._parts))
         everything = max(self._expected or 0, tokens)
         if rows >= everything:
             return BatchCollector(rollouts)
-        block = block_rows(rows, self._ahead)
+        if self._rows is not None:
+            return BatchCollector(rollouts, self._part_of(rows * tokens / everything, number))
+        block = block_rows(int(rows), self._ahead)
+        seed = 1_000_003 * self._batches + number
         # A share that is less than a block is added to those of the next passes. A random debt at
         # the start gives early passes a chance to contribute.
-        if first and self._expected is not None:
+        if not number and self._expected is not None:
             self._owed = random.Random(seed).uniform(0, block)
         self._owed += rows * tokens / everything
         due = int(self._owed) if self._owed >= block else 0
         collector = BatchCollector(rollouts, EarlySample(due, 0.0, seed, self._ahead, block))
         self._owed -= collector.kept
         return collector
+
+    def _part_of(self, rows: float, number: int) -> EarlySample:
+        """This process's part of a sample: this many rows on average, in blocks of the whole
+        sample.
+
+        Args:
+            number: of the pass, in this batch.
+        """
+        assert self._rows is not None, "the number of states was announced"
+        # All processes draw the same order, in which each has a place of its own. So nearly the
+        # same number of them contribute to each batch.
+        pass_name = f"{self._batches} {number}"
+        places = list(range(self._ranks))
+        random.Random(pass_name).shuffle(places)
+        own = random.Random(f"{pass_name} {self._rank}")
+        return EarlySample(
+            rows,
+            0.0,
+            own.getrandbits(32),
+            self._ahead,
+            block_rows(int(self._rows * self._ranks), self._ahead),
+            luck=(places[self._rank] + own.random()) / self._ranks,
+        )
 
 
 class PassTap(RowTap):

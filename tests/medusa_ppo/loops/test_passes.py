@@ -170,6 +170,56 @@ def test_of_a_batch_beyond_the_budget_a_sample_is_taken_of_all_its_parts(
     assert places.min() > 0.75 * places.max(), places
 
 
+def test_many_ranks_sample_in_blocks_of_their_common_sample(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """At 64 ranks a wish of 2,048 rows is 32 for each. In blocks of a sample of 32 rows, one row in
+    five could be trained on, and none had the context that an engine gives it.
+    """
+    monkeypatch.setattr("medusa_ppo.loops.passes.plain_model", lambda model: model)
+    ranks, wish, steps, context = 64, 2048, 50, 16
+    lengths = [100, 500, 1500]
+    model = States()
+    taps = [PassTap(model, Sampling(), 1 << 62, 4) for _ in range(ranks)]
+    kept = torch.zeros(steps)
+    of_ranks = torch.zeros(ranks)
+    of_lengths = torch.zeros(len(lengths))
+    of_places = torch.zeros(15)  # Of 100 tokens each, in the longest response.
+    trained = full = 0
+    for step in range(steps):
+        for rank, tap in enumerate(taps):
+            rows = [((1, n), tuple(range(10, 10 + length))) for n, length in enumerate(lengths)]
+            tap.expect(sum(lengths), wish / ranks, rank=rank, ranks=ranks)
+            with tap.watch(rows):
+                for prompt, answer in rows:
+                    model(input_ids=torch.tensor([[*prompt, *answer]], device=device))
+            tap.add_logprobs([torch.zeros(length) for length in lengths])
+            batch = tap.take(step)
+            if batch is None:
+                continue
+            assert batch.weights_M is not None and batch.prompts_S is not None
+            assert batch.hidden_MD.shape[0] + batch.left_out == sum(lengths)
+            run_M = torch.cat([torch.arange(n) for n in batch.lengths_S.tolist()])
+            place_M = batch.response_ids_M - 10
+            trained_M = batch.weights_M > 0
+            kept[step] += trained_M.numel()
+            trained += int(trained_M.sum())
+            full += int((run_M >= place_M.clamp(max=context))[trained_M].sum())
+            of_ranks[rank] += trained_M.numel()
+            prompts_M = batch.prompts_S.repeat_interleave(batch.lengths_S)
+            of_lengths += torch.bincount(prompts_M, minlength=len(lengths))
+            of_places += torch.bincount(place_M[prompts_M == 2] // 100, minlength=15)
+    assert float(kept.mean()) == pytest.approx(wish, rel=0.05)
+    assert 0.5 * wish < float(kept.min()) and float(kept.max()) < 1.5 * wish, kept
+    assert trained > 0.9 * kept.sum() and full > 0.9 * trained
+    eighths = of_ranks.view(8, 8).sum(1) / of_ranks.sum()
+    assert float(eighths.min()) > 0.1 and float(eighths.max()) < 0.15, eighths
+    rates = of_lengths / torch.tensor(lengths)
+    assert rates.max() < 1.3 * rates.min(), rates
+    thirds = of_places.view(3, 5).sum(1)
+    assert thirds.max() < 1.3 * thirds.min(), of_places
+
+
 @torch.no_grad()
 def test_rows_that_were_cut_up_are_refused(model: LlamaForCausalLM):
     tap = PassTap(model, Sampling(), 2**20, 2)
