@@ -23,7 +23,14 @@ from torch import nn
 
 from heads.errors import ConfigError, DataError
 from medusa_ppo.actors.actor_tables import adapters_in_use, plain_model
-from medusa_ppo.actors.hf import Actor, as_view
+from medusa_ppo.actors.hf import (
+    Actor,
+    StatesHook,
+    after_each_call,
+    as_view,
+    compiled_part,
+    traced_hook,
+)
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.parts_wire import joined
 from medusa_ppo.companion.positions import ROW_BYTES, EarlySample, block_rows
@@ -344,7 +351,8 @@ class RowTap(ABC):
                 expected="whole rows, padded or packed",
                 do=(
                     "Turn off sequence parallelism and ring attention, or train without draft"
-                    " heads."
+                    " heads. If the passes go through torch.compile(actor), give the tap what it"
+                    " returned."
                 ),
             )
 
@@ -454,7 +462,7 @@ class RowTap(ABC):
 
 
 class PassTap(RowTap):
-    """Taps a transformers causal LM with a forward hook.
+    """Taps a transformers causal LM with a forward hook; a compiled one too.
 
     Rows may be padded (`attention_mask`) or packed (`position_ids` that restart with each row).
     """
@@ -466,29 +474,53 @@ class PassTap(RowTap):
             sampling, max_bytes, ahead: as in RowTap.
         """
         super().__init__(sampling, max_bytes, ahead)
+        self._model = model
         # The hook is on the base model: its output is the state that heads read, and a pass may
         # compute no logits.
         self._base: Any = plain_model(model).base_model
+        if compiled_part(model) is not None:
+            # Before its first compiled pass if possible; otherwise the model is compiled again.
+            traced_hook(self._base)
 
     @contextlib.contextmanager
     def _hooked(self) -> Iterator[None]:
-        handle = self._base.register_forward_hook(self._hook, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
+        compiled = compiled_part(self._model)
+        if compiled is None:
+            handle = self._base.register_forward_hook(self._hook, with_kwargs=True)
+            try:
+                yield
+            finally:
+                handle.remove()
+            return
+        # Inside the compiled pass only tensors are kept; rows are looked for after it.
+        kept = traced_hook(self._base)
+
+        def passed() -> None:
+            self._see_pass(kept)
+            kept.reset(open_=True)
+
+        with after_each_call(compiled, passed):
+            kept.reset(open_=True)
+            try:
+                yield
+            finally:
+                kept.reset(open_=False)
 
     def _hook(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if not self._waiting or not isinstance(ids, torch.Tensor):
+        if self._waiting:
+            kept = StatesHook()
+            kept(module, args, kwargs, output)
+            self._see_pass(kept)
+
+    def _see_pass(self, kept: StatesHook) -> None:
+        """Take the rows of one pass."""
+        ids, attention, positions = kept.inputs
+        hidden_BTD = kept.hidden_BTD
+        if not self._waiting or hidden_BTD is None or not isinstance(ids, torch.Tensor):
             return
-        # Some models return tuples.
-        hidden_BTD = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
-        for row, first, last in spans(
-            ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
-        ):
+        for row, first, last in spans(ids, attention, positions):
             self._see(ids[row, first:last], hidden_BTD[row, first:last])
 
 

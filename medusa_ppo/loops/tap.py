@@ -32,7 +32,7 @@ from torch import nn
 
 from heads.errors import CompanionError, ConfigError, DataError, MedusaError, ModelError
 from medusa_ppo.actors.actor_tables import adapters_in_use
-from medusa_ppo.actors.hf import HFActor
+from medusa_ppo.actors.hf import HFActor, StatesHook
 from medusa_ppo.companion.companion_link import CompanionLink, open_link
 from medusa_ppo.companion.parts_wire import (
     MOST_TEMPERATURE,
@@ -420,15 +420,12 @@ class _PolicyTap(PassTap):
 
     def __init__(self, model: nn.Module, *args: Any) -> None:
         super().__init__(model, *args)
-        self._model = model
         # The adapters that are active when the tap is created are the policy's.
         self._adapters = adapters_in_use(model)
 
-    def _hook(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def _see_pass(self, kept: StatesHook) -> None:
         if adapters_in_use(self._model) == self._adapters:
-            super()._hook(module, args, kwargs, output)
+            super()._see_pass(kept)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,10 @@ plugin's own tap.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -14,6 +18,7 @@ from medusa_ppo.companion.positions import ROW_BYTES
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.loops.passes import PassTap, spans
+from medusa_ppo.loops.tap import _PolicyTap
 
 ROWS = [((5, 6), (1, 2)), ((7,), (3, 3, 4)), ((5, 6), (9,))]
 
@@ -218,6 +223,92 @@ def test_many_ranks_sample_in_blocks_of_their_common_sample(
     assert rates.max() < 1.3 * rates.min(), rates
     thirds = of_places.view(3, 5).sum(1)
     assert thirds.max() < 1.3 * thirds.min(), of_places
+
+
+class Wrapper(torch.nn.Module):
+    """As DistributedDataParallel and an FSDP unit hold a model."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "torch.compile": lambda model: torch.compile(model, backend="eager"),
+    "compile": lambda model: [model.compile(backend="eager"), model][1],
+    "base": lambda model: [model.base_model.compile(backend="eager"), model][1],
+    "wrapped": lambda model: Wrapper(torch.compile(model, backend="eager")),
+}
+
+
+def one_layer(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A copy that compiles faster."""
+    small = copy.deepcopy(model)
+    small.model.layers = small.model.layers[:1]
+    return small
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("form", "kind"), [*((form, PassTap) for form in FORMS), ("compile", _PolicyTap)]
+)
+def test_a_compiled_actor_is_tapped_in_each_step(
+    model: LlamaForCausalLM, form: str, kind: type[PassTap]
+) -> None:
+    """Code that was compiled before there was a tap has no hook, and ignores those added later."""
+    small = one_layer(model)
+    states_MD, logprobs = reference(small)
+    actor = FORMS[form](small)
+    ids, attention = padded([ROWS[1]], model.device)
+    actor(input_ids=ids, attention_mask=attention)
+    tap = kind(actor, Sampling(), 2**20, 2)
+    for _ in range(2):
+        with tap.watch(ROWS):
+            for row in (2, 0, 1):  # Of one shape: another one is compiled anew.
+                ids, attention = padded([ROWS[row]], model.device)
+                actor(input_ids=ids, attention_mask=attention)
+        tap.add_logprobs(logprobs)
+        check(tap.take(5), states_MD, logprobs)
+        actor(input_ids=ids, attention_mask=attention)
+        assert tap.take(6) is None, "outside the block nothing is kept"
+
+
+@torch.no_grad()
+def test_an_actor_compiled_after_the_tap_was_made_is_tapped(model: LlamaForCausalLM) -> None:
+    actor = one_layer(model)
+    states_MD, logprobs = reference(actor)
+    tap = PassTap(actor, Sampling(), 2**20, 2)
+    actor.compile(backend="eager")
+    ids, attention = padded(ROWS, model.device)
+    actor(input_ids=ids, attention_mask=attention)
+    with tap.watch(ROWS):
+        actor(input_ids=ids, attention_mask=attention)
+    tap.add_logprobs(logprobs)
+    check(tap.take(5), states_MD, logprobs)
+
+
+def test_gradients_of_a_compiled_actor_are_those_without_a_tap(model: LlamaForCausalLM) -> None:
+    actor = one_layer(model)
+    actor.compile(backend="eager")
+    ids, attention = padded(ROWS, model.device)
+    tap = PassTap(actor, Sampling(), 2**20, 2)
+
+    def gradients() -> list[torch.Tensor]:
+        actor.zero_grad()
+        actor(input_ids=ids, attention_mask=attention).logits.square().sum().backward()
+        return [p.grad.clone() for p in actor.parameters() if p.grad is not None]
+
+    before = gradients()
+    with tap.watch(ROWS):
+        tapped = gradients()
+    tap.add_logprobs([torch.zeros(len(answer)) for _, answer in ROWS])
+    batch = tap.take(5)
+    assert batch is not None and not batch.hidden_MD.requires_grad and batch.prompts_S is not None
+    for left, right in zip(before, tapped, strict=True):
+        torch.testing.assert_close(right, left, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
