@@ -41,24 +41,35 @@ LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """Where PEFT's LoRA layers keep their factors, by adapter."""
 
 
+def layers_of_wrapping(model: nn.Module) -> list[Any]:
+    """The model as the loop holds it, and what is under its wrappers, from the outside in; the last
+    one is the transformers model, if there is one.
+    """
+    found: list[Any] = [model]
+    while not isinstance(found[-1], PreTrainedModel):
+        outer = found[-1]
+        below = getattr(outer, "_orig_mod", None) or getattr(outer, "module", None)
+        if below is None and hasattr(outer, "get_base_model"):  # PEFT
+            below = outer.get_base_model()
+        if not isinstance(below, nn.Module):
+            break
+        found.append(below)
+    return found
+
+
 def plain_model(model: nn.Module) -> Any:
     """The transformers model under its wrappers. Raises ModelError if there is none."""
-    inner: Any = model
-    while not isinstance(inner, PreTrainedModel):
-        below = getattr(inner, "_orig_mod", None) or getattr(inner, "module", None)
-        if below is None and hasattr(inner, "get_base_model"):  # PEFT
-            below = inner.get_base_model()
-        if not isinstance(below, nn.Module):
-            raise ModelError(
-                "This is not a transformers model.",
-                given=type(inner).__name__,
-                expected=(
-                    "a transformers model (PreTrainedModel), bare or under DDP, FSDP, DeepSpeed,"
-                    " torch.compile or PEFT"
-                ),
-                do="Load the actor with medusa_ppo.actors.hf.load_actor.",
-            )
-        inner = below
+    inner = layers_of_wrapping(model)[-1]
+    if not isinstance(inner, PreTrainedModel):
+        raise ModelError(
+            "This is not a transformers model.",
+            given=type(inner).__name__,
+            expected=(
+                "a transformers model (PreTrainedModel), bare or under DDP, FSDP, DeepSpeed,"
+                " torch.compile or PEFT"
+            ),
+            do="Load the actor with medusa_ppo.actors.hf.load_actor.",
+        )
     return inner
 
 

@@ -36,7 +36,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_N
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 from heads.errors import ConfigError, DataError, ModelError
-from medusa_ppo.actors.actor_tables import Table, plain_model
+from medusa_ppo.actors.actor_tables import Table, layers_of_wrapping, plain_model
 from medusa_ppo.actors.actor_view import ActorView
 from medusa_ppo.config.model_section import VISION_FAMILIES
 
@@ -201,9 +201,9 @@ class HiddenTap:
                 do="Use a model class whose `base_model` returns `last_hidden_state`.",
             )
         self._base = base
-        self._traced = _traced_hook(base) if _is_compiled(model, inner, base) else None
+        self._traced = None if compiled_part(model) is None else traced_hook(base)
         self._handle: torch.utils.hooks.RemovableHandle | None = None
-        self._hook = self._traced or _Hook()
+        self._hook = self._traced or StatesHook()
 
     @property
     def calls(self) -> int:
@@ -212,8 +212,8 @@ class HiddenTap:
 
     def __enter__(self) -> HiddenTap:
         if self._traced is None:
-            self._hook = _Hook()
-            self._handle = self._base.register_forward_hook(self._hook)
+            self._hook = StatesHook()
+            self._handle = self._base.register_forward_hook(self._hook, with_kwargs=True)
         self._hook.reset(open_=True)
         return self
 
@@ -228,7 +228,7 @@ class HiddenTap:
             self._handle = None
         if self._traced is not None:
             kept = self._traced
-            self._hook = _Hook()
+            self._hook = StatesHook()
             self._hook.hidden_BTD = kept.hidden_BTD
             self._hook.calls = kept.calls
             kept.reset(open_=False)
@@ -265,8 +265,15 @@ class HiddenTap:
         return hidden_BTD
 
 
-class _Hook:
-    """Keeps what a base model returns."""
+class StatesHook:
+    """Keeps what a base model returns, and the input that it belongs to.
+
+    Attributes:
+        open: whether it keeps anything.
+        calls: passes since `reset`.
+        hidden_BTD: detached states of the last one.
+        inputs: its token ids, attention mask and position ids, each as the base model got it.
+    """
 
     def __init__(self) -> None:
         self.reset(open_=True)
@@ -275,35 +282,75 @@ class _Hook:
         self.open = open_
         self.calls = 0
         self.hidden_BTD: torch.Tensor | None = None
+        self.inputs: tuple[Any, Any, Any] = (None, None, None)
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         if self.open:
+            # Some models return tuples.
             self.hidden_BTD = (
                 output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
             ).detach()
+            ids = kwargs.get("input_ids", args[0] if args else None)
+            self.inputs = ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
             self.calls += 1
 
 
-_TRACED: weakref.WeakKeyDictionary[nn.Module, _Hook] = weakref.WeakKeyDictionary()
+_TRACED: weakref.WeakKeyDictionary[nn.Module, StatesHook] = weakref.WeakKeyDictionary()
 
 
-def _is_compiled(*modules: nn.Module) -> bool:
-    """Whether torch.compile has compiled one of these modules."""
-    return any(
-        hasattr(part, "_orig_mod") or part._compiled_call_impl is not None for part in modules
-    )
+def compiled_part(model: nn.Module) -> nn.Module | None:
+    """What torch.compile has compiled of a model: the outermost of its wrappers, itself and its
+    base model that is compiled; None: none of them.
+    """
+    layers = layers_of_wrapping(model)
+    for part in (*layers, getattr(layers[-1], "base_model", None)):
+        if part is not None and (
+            hasattr(part, "_orig_mod") or part._compiled_call_impl is not None
+        ):
+            return part
+    return None
 
 
-def _traced_hook(base: nn.Module) -> _Hook:
+def traced_hook(base: nn.Module) -> StatesHook:
     """One permanent hook: torch.compile bakes hooks in when it first sees the model, and ignores
     later ones.
     """
     if base not in _TRACED:
-        _TRACED[base] = hook = _Hook()
+        _TRACED[base] = hook = StatesHook()
         hook.reset(open_=False)
-        base.register_forward_hook(hook)
+        base.register_forward_hook(hook, with_kwargs=True)
         torch.compiler.reset()  # Code compiled earlier lacks it.
     return _TRACED[base]
+
+
+@contextlib.contextmanager
+def after_each_call(part: Any, action: Callable[[], None]) -> Iterator[None]:
+    """During the block, `action` runs after each call of a `compiled_part`, outside the compiled
+    code.
+    """
+    if hasattr(part, "_orig_mod"):
+        # The hooks of torch.compile's wrapper itself are not compiled.
+        handle = part.register_forward_hook(lambda module, args, output: action())
+        try:
+            yield
+        finally:
+            handle.remove()
+        return
+    # `module.compile()` compiles the module's hooks, too, so that only its call is outside.
+    call = part._compiled_call_impl
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        output = call(*args, **kwargs)
+        action()
+        return output
+
+    part._compiled_call_impl = called
+    try:
+        yield
+    finally:
+        part._compiled_call_impl = call
 
 
 class HFActor(ActorView):

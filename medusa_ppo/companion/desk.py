@@ -1,8 +1,9 @@
 """Joins the parts from a training's processes into batches of the companion: a standalone companion
 has this instead of a plugin. It is independent of the transport.
 
-Parts of one step come from several processes, each when it has finished its pass. Once all have
-arrived they form one batch; if the next step's parts arrive first, those present do. Nobody waits.
+Parts of one step come from several processes, each when it has finished its pass, some without
+rows: the sample has none of theirs. Once all have arrived they form one batch; if the next step's
+parts arrive first, those present do. Nobody waits.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,12 +185,13 @@ class CompanionDesk:
 
     @property
     def _held(self) -> int:
-        return sum(part.batch.nbytes for part in self._parts)
+        return sum(part.batch.nbytes for part in self._parts if part.batch is not None)
 
     def _draft_ids(self) -> torch.Tensor | None:
         """Tokens that drafts of the next batch may come from; None: any."""
         with self._lock:
-            waiting = [part.batch.response_ids_M for part in self._parts]
+            batches = [part.batch for part in self._parts if part.batch is not None]
+        waiting = [batch.response_ids_M for batch in batches]
         ids = self._service.draft_ids()
         if ids is None:
             return None
@@ -209,20 +212,23 @@ class CompanionDesk:
         ) and part.header.rank not in {other.header.rank for other in self._parts}
 
     def _submit(self) -> None:
-        """Turn the waiting parts into a batch, if the tables of their actor are here."""
+        """Turn the waiting parts into a batch, if one of them has rows and the tables of their
+        actor are here.
+        """
         parts, self._parts = self._parts, []
         if not parts:
             return
         header = parts[0].header
         whole = [part.tables for part in parts if isinstance(part.tables, tuple)]
         rows = [part.tables for part in parts if isinstance(part.tables, TableRows)]
+        rowless = not any(part.header.rows for part in parts)
         some = False
         if whole:
             lm_head_VD, embedding_VD = whole[-1]
             self._tables_version = header.tables_version
             read_VD = embedding_VD if self._heads.needs_embedding else None
             self._packed_tables = pack_tables(lm_head_VD, read_VD)
-        elif self._tables_version != header.tables_version:
+        elif self._tables_version != header.tables_version and not rowless:
             # The first process has the rows that drafts come from, others those of their own ids.
             if not any(part.header.rank == 0 and part.tables is not None for part in parts):
                 self._drop(
@@ -242,12 +248,17 @@ class CompanionDesk:
                 " follow from all of them: nothing is learned from it."
             )
             return
+        if rowless:
+            return
         now = self._clock()
         self._step_s = 0.0 if self._arrived is None else now - self._arrived
         self._arrived = now
-        batch = joined([part.batch for part in parts])
+        batch = joined([part.batch for part in parts if part.batch is not None])
+        elsewhere = sum(part.header.left_out for part in parts if part.batch is None)
+        batch = replace(batch, left_out=batch.left_out + elsewhere)
         # Missing log-probs are computed when the batch is trained on: taps wait for this lock.
-        self._service.submit(pack(batch), self._packed_tables, missing=rows_without_logprobs(parts))
+        missing = rows_without_logprobs(parts)
+        self._service.submit(pack(batch), self._packed_tables, missing=missing)
         self._note = ""
 
     def _drop(self, problem: str) -> None:

@@ -1,7 +1,7 @@
 """The exchange between a tap and a standalone companion: one process's part of a rollout batch as a
 safetensors file with a small JSON header; the reply says what the companion wants next.
 
-    header   its sender, step and policy, and how the responses were sampled
+    header   its sender, step and policy, and how the responses were sampled; whether there are rows
     file     states, tokens, lengths, ... named as in `RolloutBatch`; and, if they have changed, the
              actor's tables: the rows that are read (`TableRows`), or all of them
 
@@ -18,7 +18,7 @@ import hashlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,6 +88,8 @@ class PartHeader(_Message):
         temperature, top_k, top_p: how the responses were sampled.
         left_out: response tokens that the sample omits.
         tied: the embedding is the lm_head, and is sent once.
+        rows: False: none of this process's rows is in the sample. Its file then has at most the
+            tables, and nobody has to wait for it.
     """
 
     number: Whole
@@ -100,6 +102,7 @@ class PartHeader(_Message):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     left_out: Whole = 0
     tied: bool = False
+    rows: bool = True
 
     @model_validator(mode="after")
     def _is_one_of_them(self) -> PartHeader:
@@ -213,9 +216,11 @@ def write_part(
     and infinity.
 
     Args:
+        tensors: from `batch_tensors`; empty: none of this process's rows is in the sample.
         tables: tables of the actor that gave the states, if they have changed: the rows that this
             part needs (`table_rows` with the wish's `draft_ids`), or both whole; None: unchanged.
     """
+    header = header.model_copy(update={"rows": bool(tensors)})
     if isinstance(tables, TableRows):
         found = {
             LM_HEAD if tables.lm_head_ids_R is None else LM_HEAD_ROWS: tables.lm_head_RD,
@@ -242,12 +247,12 @@ class Part:
     """A part in the companion's memory.
 
     Attributes:
-        batch: its rows; log-probs are 0 unless `has_logprobs`.
+        batch: its rows; log-probs are 0 unless `has_logprobs`. None: none is in the sample.
         tables: tables of the actor that wrote it, if they were sent: both whole, or rows of them.
     """
 
     header: PartHeader
-    batch: RolloutBatch
+    batch: RolloutBatch | None
     tables: Tables | TableRows | None
     has_logprobs: bool
 
@@ -260,22 +265,25 @@ def read_part(path: Path, header: PartHeader, hidden: int, vocab: int) -> Part:
             bounds.
     """
     found = read_header(path, MOST_HEADER_BYTES)
-    sizes = _sizes(found, hidden, vocab)
+    sizes = _sizes(found, hidden, vocab, header.rows)
     tensors: dict[str, Any] = read_tensors(path, list(found))
-    _check_values(tensors, sizes["X"], vocab)
+    _check_table_ids(tensors, vocab)
     lm_head_VD = tensors.pop(LM_HEAD, None)
     embedding_VD = tensors.pop(EMBEDDING, None)
     rows = {name: tensors.pop(name, None) for pair in ROW_PAIRS for name in pair}
-    has_logprobs = "logprobs_M" in tensors
-    tensors.setdefault("logprobs_M", torch.zeros(sizes["M"]))
-    batch = RolloutBatch(
-        policy_version=header.policy_version,
-        temperature=header.temperature,
-        top_k=header.top_k,
-        top_p=header.top_p,
-        left_out=header.left_out,
-        **tensors,
-    )
+    has_logprobs = "logprobs_M" in tensors or not header.rows
+    batch = None
+    if header.rows:
+        _check_values(tensors, sizes["X"], vocab)
+        tensors.setdefault("logprobs_M", torch.zeros(sizes["M"]))
+        batch = RolloutBatch(
+            policy_version=header.policy_version,
+            temperature=header.temperature,
+            top_k=header.top_k,
+            top_p=header.top_p,
+            left_out=header.left_out,
+            **tensors,
+        )
     tables: Tables | TableRows | None = None
     if rows[LM_HEAD_ROWS] is not None or rows[EMBEDDING_ROWS] is not None:
         lm_head_RD = lm_head_VD if rows[LM_HEAD_ROWS] is None else rows[LM_HEAD_ROWS]
@@ -285,15 +293,21 @@ def read_part(path: Path, header: PartHeader, hidden: int, vocab: int) -> Part:
     return Part(header, batch, tables, has_logprobs)
 
 
-def _sizes(found: Header, hidden: int, vocab: int) -> dict[str, int]:
-    """Sizes by letter, after comparing names, dtypes and shapes. DataError if they differ."""
+def _sizes(found: Header, hidden: int, vocab: int, rows: bool) -> dict[str, int]:
+    """Sizes by letter, after comparing names, dtypes and shapes. DataError if they differ.
+
+    Args:
+        rows: whether there are rows; otherwise only tables may be.
+    """
     sizes = {"D": hidden, "V": vocab}
-    missing = [name for name in NEEDED if name not in found]
-    unknown = [name for name in found if name not in BATCH]
+    needed = NEEDED if rows else ()
+    known = tuple(BATCH) if rows else (*TABLES, *chain(*ROW_PAIRS))
+    missing = [name for name in needed if name not in found]
+    unknown = [name for name in found if name not in known]
     if missing or unknown:
         given = f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
-        more = ", ".join(name for name in BATCH if name not in NEEDED)
-        raise _refused(given[:500], f"{', '.join(NEEDED)}; and perhaps {more}")
+        more = ", ".join(name for name in known if name not in needed)
+        raise _refused(given[:500], f"{', '.join(needed) or 'no row'}; and perhaps {more}")
     if EMBEDDING in found and LM_HEAD not in found:
         raise _refused("an embedding without an lm_head", "both tables, or the lm_head alone")
     if any((rows in found) != (ids in found) for rows, ids in ROW_PAIRS):
@@ -337,13 +351,6 @@ def _check_values(tensors: dict[str, torch.Tensor], before: int, vocab: int) -> 
                 f"{name} from {int(values.min())} to {int(values.max())}",
                 f"from {least} to {most}",
             )
-    for _, name in ROW_PAIRS:
-        ids = tensors.get(name)
-        if ids is None:
-            continue
-        rising = bool((ids.diff() > 0).all())
-        if not ids.numel() or not rising or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
-            raise _refused(f"{name} of {ids.numel()} tokens", f"rising, from 0 to {vocab - 1}")
     if int(lengths_S.sum()) != rows or int(before_S.sum()) != before:
         raise _refused(
             f"{int(lengths_S.sum())} tokens in responses, {int(before_S.sum())} before them",
@@ -353,6 +360,17 @@ def _check_values(tensors: dict[str, torch.Tensor], before: int, vocab: int) -> 
     if weights_M is not None and bool(((weights_M < 0) | (weights_M > 1)).any()):
         # A tap removes rows without a state before it sends.
         raise _refused(f"weights from {float(weights_M.min())}", "from 0 to 1")
+
+
+def _check_table_ids(tensors: dict[str, torch.Tensor], vocab: int) -> None:
+    """Raise DataError for tokens of table rows that no loop sends."""
+    for _, name in ROW_PAIRS:
+        ids = tensors.get(name)
+        if ids is None:
+            continue
+        rising = bool((ids.diff() > 0).all())
+        if not ids.numel() or not rising or int(ids[0]) < 0 or int(ids[-1]) >= vocab:
+            raise _refused(f"{name} of {ids.numel()} tokens", f"rising, from 0 to {vocab - 1}")
 
 
 def _refused(given: str, expected: str) -> DataError:
@@ -369,7 +387,8 @@ def rows_without_logprobs(parts: Sequence[Part]) -> tuple[tuple[int, int], ...]:
     """First row, and the one after the last, of each part without log-probs, in the batch that the
     parts become (`joined`).
     """
-    ends = list(accumulate(part.batch.response_ids_M.numel() for part in parts))
+    counts = [0 if part.batch is None else part.batch.response_ids_M.numel() for part in parts]
+    ends = list(accumulate(counts))
     bounds = zip([0, *ends], ends, parts, strict=False)
     return tuple((first, end) for first, end, part in bounds if not part.has_logprobs)
 

@@ -212,20 +212,25 @@ class EarlySample:
     to whichever earlier pairs exist, as in an engine after a swap.
 
     Attributes:
-        rows: maximum number of rows whose states are kept.
+        rows: maximum number of rows whose states are kept; with `luck` the number on average.
         holdout_fraction: share of the prompts that have a stretch of one answer held out; these
             stretches are HELD_SHARE of the rows. 0: `companion.holdout` chooses among the blocks
             once all are there.
         seed: seed of both draws.
         ahead: number of following rows that heads learn from.
         block: rows of a block; None: BLOCK, or less if few would fit.
+        luck: for one of several parts of a batch, whose share may be less than a block: a number
+            drawn uniformly from 0..1, with which a part of a block counts as a whole one or as
+            none. Each row is then equally likely, whatever the sizes of the blocks. It needs a
+            `holdout_fraction` of 0. None: blocks are kept while `rows` has room for them.
     """
 
-    rows: int
+    rows: float
     holdout_fraction: float
     seed: int
     ahead: int
     block: int | None = None
+    luck: float | None = None
 
     def draw(
         self, lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, policy_version: int
@@ -241,7 +246,7 @@ class EarlySample:
         row_M = torch.arange(segment_M.numel())
         place_M = row_M - (lengths_S.cumsum(0) - lengths_S)[segment_M]
         left_M = lengths_S[segment_M] - 1 - place_M
-        block = self.block or block_rows(self.rows, self.ahead)
+        block = self.block or block_rows(int(self.rows), self.ahead)
         # Blocks begin at a different place in each response, so that every row is equally often at
         # an edge, where it isn't trained on.
         phase_S = torch.randint(block, lengths_S.shape, generator=generator)
@@ -252,11 +257,15 @@ class EarlySample:
         spared_B = spared_S.repeat_interleave(blocks_S)
         order_B = torch.randperm(rows_B.numel(), generator=generator)
         order_B = order_B[~spared_B[order_B]]
-        fits_B = rows_B[order_B].cumsum(0) <= self.rows - int(judged_M.sum())
         kept_B = torch.zeros(rows_B.numel(), dtype=torch.bool)
-        kept_B[order_B[fits_B]] = True
-        if self.rows:
-            kept_B[order_B[:1]] = True  # There is always at least one.
+        if self.luck is not None:
+            share = rows_B.numel() * self.rows / row_M.numel()
+            kept_B[order_B[: int(share + self.luck)]] = True
+        else:
+            fits_B = rows_B[order_B].cumsum(0) <= self.rows - int(judged_M.sum())
+            kept_B[order_B[fits_B]] = True
+            if self.rows:
+                kept_B[order_B[:1]] = True  # There is always at least one.
         kept_M = kept_B[block_M]
         # A row whose neighbours were not kept only serves others and isn't trained on.
         whole_M = kept_M & kept_M[row_M + left_M.clamp(max=self.ahead)]

@@ -23,7 +23,14 @@ from torch import nn
 
 from heads.errors import ConfigError, DataError
 from medusa_ppo.actors.actor_tables import adapters_in_use, plain_model
-from medusa_ppo.actors.hf import Actor, as_view
+from medusa_ppo.actors.hf import (
+    Actor,
+    StatesHook,
+    after_each_call,
+    as_view,
+    compiled_part,
+    traced_hook,
+)
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.parts_wire import joined
 from medusa_ppo.companion.positions import ROW_BYTES, EarlySample, block_rows
@@ -281,22 +288,31 @@ class RowTap(ABC):
         self._rollouts: Rollouts | None = None
         self._collector: BatchCollector | None = None
         self._expected: int | None = None
-        self._rows: int | None = None
+        self._rows: float | None = None
+        self._rank, self._ranks = 0, 1
         self._batches = 0
         # Counts for this batch: passes so far, and rows of the sample still open for the next ones.
         self._passes = 0
         self._owed = 0.0
         self._left_out = 0
 
-    def expect(self, tokens: int, rows: int | None = None) -> None:
+    def expect(
+        self, tokens: int, rows: float | None = None, *, rank: int = 0, ranks: int = 1
+    ) -> None:
         """Announce that the next passes, up to `take`, cover this many response tokens. Each pass
         then contributes its share of the sample. Without this call a pass counts as a whole batch.
 
         Args:
-            rows: number of states in the sample; None: as many as fit into `max_bytes`.
+            rows: number of states in the sample, on average; None: at most as many as fit into
+                `max_bytes`.
+            rank, ranks: which process this is, of how many that sample this many `rows` each.
+                Blocks are as long as in a sample of all of them together: of short ones, few rows
+                could be trained on. Where a process's share is less than a block, it contributes
+                one in some batches, and in the others none.
         """
         self._expected = tokens
         self._rows = rows
+        self._rank, self._ranks = rank, ranks
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:
@@ -335,7 +351,8 @@ class RowTap(ABC):
                 expected="whole rows, padded or packed",
                 do=(
                     "Turn off sequence parallelism and ring attention, or train without draft"
-                    " heads."
+                    " heads. If the passes go through torch.compile(actor), give the tap what it"
+                    " returned."
                 ),
             )
 
@@ -391,7 +408,7 @@ class RowTap(ABC):
             self._collector = self._collector_of(self._rollouts, rows)
         self._collector.add(hidden_TD[None], mask_BT, found)
 
-    def _collector_of(self, rollouts: Rollouts, rows: int) -> BatchCollector:
+    def _collector_of(self, rollouts: Rollouts, rows: float) -> BatchCollector:
         """A collector for this pass's share of the sample, if this many rows of the whole batch may
         be kept.
 
@@ -399,18 +416,20 @@ class RowTap(ABC):
         several of them.
         """
         tokens = sum(len(response.token_ids) for response in rollouts.responses)
-        first = not self._passes
-        seed = 1_000_003 * self._batches + self._passes
+        number = self._passes
         self._passes += 1
         if self._expected is None:  # The rest belongs to this pass.
             rows = max(0, rows - sum(part.hidden_MD.shape[0] for part in self._parts))
         everything = max(self._expected or 0, tokens)
         if rows >= everything:
             return BatchCollector(rollouts)
-        block = block_rows(rows, self._ahead)
+        if self._rows is not None:
+            return BatchCollector(rollouts, self._part_of(rows * tokens / everything, number))
+        block = block_rows(int(rows), self._ahead)
+        seed = 1_000_003 * self._batches + number
         # A share that is less than a block is added to those of the next passes. A random debt at
         # the start gives early passes a chance to contribute.
-        if first and self._expected is not None:
+        if not number and self._expected is not None:
             self._owed = random.Random(seed).uniform(0, block)
         self._owed += rows * tokens / everything
         due = int(self._owed) if self._owed >= block else 0
@@ -418,9 +437,32 @@ class RowTap(ABC):
         self._owed -= collector.kept
         return collector
 
+    def _part_of(self, rows: float, number: int) -> EarlySample:
+        """This process's part of a sample: this many rows on average, in blocks of the whole
+        sample.
+
+        Args:
+            number: of the pass, in this batch.
+        """
+        assert self._rows is not None, "the number of states was announced"
+        # All processes draw the same order, in which each has a place of its own. So nearly the
+        # same number of them contribute to each batch.
+        pass_name = f"{self._batches} {number}"
+        places = list(range(self._ranks))
+        random.Random(pass_name).shuffle(places)
+        own = random.Random(f"{pass_name} {self._rank}")
+        return EarlySample(
+            rows,
+            0.0,
+            own.getrandbits(32),
+            self._ahead,
+            block_rows(int(self._rows * self._ranks), self._ahead),
+            luck=(places[self._rank] + own.random()) / self._ranks,
+        )
+
 
 class PassTap(RowTap):
-    """Taps a transformers causal LM with a forward hook.
+    """Taps a transformers causal LM with a forward hook; a compiled one too.
 
     Rows may be padded (`attention_mask`) or packed (`position_ids` that restart with each row).
     """
@@ -432,29 +474,53 @@ class PassTap(RowTap):
             sampling, max_bytes, ahead: as in RowTap.
         """
         super().__init__(sampling, max_bytes, ahead)
+        self._model = model
         # The hook is on the base model: its output is the state that heads read, and a pass may
         # compute no logits.
         self._base: Any = plain_model(model).base_model
+        if compiled_part(model) is not None:
+            # Before its first compiled pass if possible; otherwise the model is compiled again.
+            traced_hook(self._base)
 
     @contextlib.contextmanager
     def _hooked(self) -> Iterator[None]:
-        handle = self._base.register_forward_hook(self._hook, with_kwargs=True)
-        try:
-            yield
-        finally:
-            handle.remove()
+        compiled = compiled_part(self._model)
+        if compiled is None:
+            handle = self._base.register_forward_hook(self._hook, with_kwargs=True)
+            try:
+                yield
+            finally:
+                handle.remove()
+            return
+        # Inside the compiled pass only tensors are kept; rows are looked for after it.
+        kept = traced_hook(self._base)
+
+        def passed() -> None:
+            self._see_pass(kept)
+            kept.reset(open_=True)
+
+        with after_each_call(compiled, passed):
+            kept.reset(open_=True)
+            try:
+                yield
+            finally:
+                kept.reset(open_=False)
 
     def _hook(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        ids = kwargs.get("input_ids", args[0] if args else None)
-        if not self._waiting or not isinstance(ids, torch.Tensor):
+        if self._waiting:
+            kept = StatesHook()
+            kept(module, args, kwargs, output)
+            self._see_pass(kept)
+
+    def _see_pass(self, kept: StatesHook) -> None:
+        """Take the rows of one pass."""
+        ids, attention, positions = kept.inputs
+        hidden_BTD = kept.hidden_BTD
+        if not self._waiting or hidden_BTD is None or not isinstance(ids, torch.Tensor):
             return
-        # Some models return tuples.
-        hidden_BTD = output.last_hidden_state if hasattr(output, "last_hidden_state") else output[0]
-        for row, first, last in spans(
-            ids, kwargs.get("attention_mask"), kwargs.get("position_ids")
-        ):
+        for row, first, last in spans(ids, attention, positions):
             self._see(ids[row, first:last], hidden_BTD[row, first:last])
 
 

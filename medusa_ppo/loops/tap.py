@@ -9,9 +9,9 @@ what the companion publishes, so the loop needs nothing else.
         ...                               # the update
         tap.updated()                     # on every rank
 
-The companion says how many states it wants. A sample of that size leaves the device, and a thread
-sends it, so the loop only waits for the copies. If the companion is unreachable, slow or full, the
-rows of a step are lost and counted, and the log says so once.
+The companion says how many states it wants. A sample of that size, on average, leaves the device,
+and a thread sends it, so the loop only waits for the copies. If the companion is unreachable, slow
+or full, the rows of a step are lost and counted, and the log says so once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch import nn
 
 from heads.errors import CompanionError, ConfigError, DataError, MedusaError, ModelError
 from medusa_ppo.actors.actor_tables import adapters_in_use
-from medusa_ppo.actors.hf import HFActor
+from medusa_ppo.actors.hf import HFActor, StatesHook
 from medusa_ppo.companion.companion_link import CompanionLink, open_link
 from medusa_ppo.companion.parts_wire import (
     MOST_TEMPERATURE,
@@ -68,7 +68,8 @@ class CompanionTap:
 
     Attributes:
         wish: what the companion last asked for.
-        sent, lost: numbers of steps whose rows the companion accepted, and did not accept.
+        sent, lost: numbers of steps whose part the companion accepted, and did not accept. The part
+            of one of several processes may be without rows.
         exposed_s: seconds that the tap has taken from the loop so far.
         problem: why the companion accepts nothing now; empty if it does.
     """
@@ -175,7 +176,7 @@ class CompanionTap:
         began = time.perf_counter()
         rows = _rows(prompts, completions, logprobs)
         tokens = sum(len(completion) for _, completion, _ in rows)
-        most = self._wanted() // self._ranks
+        most = self._wanted() / self._ranks
         # Asked on every rank or on none, whatever rows it has.
         ids = self._token_ids(rows) if most and logprobs is not None else None
         if most and self._together:
@@ -183,12 +184,13 @@ class CompanionTap:
         wanted = min(tokens, most)
         if not wanted:
             self._sender.pass_over(bool(tokens))
+            self._rows.take(self._version)  # Counted, as in the other processes.
             self.exposed_s += time.perf_counter() - began
             yield
             return
         # Tables are copied before the pass, because the loop may update them right after it.
         tables = self._changed_tables(ids)
-        self._rows.expect(tokens, wanted)
+        self._rows.expect(tokens, wanted, rank=self._rank, ranks=self._ranks)
         self.exposed_s += time.perf_counter() - began
         with self._rows.watch([(prompt, completion) for prompt, completion, _ in rows]):
             yield
@@ -196,8 +198,9 @@ class CompanionTap:
         self._rows.add_logprobs([values for _, _, values in rows])
         keys = torch.tensor([prompt_key(prompt) for prompt in self._rows.prompts])
         batch = self._rows.take(self._version)
-        if batch is not None:
-            self._send(batch, keys, tables, logprobs is not None)
+        # A part without rows says that there is nothing to wait for, and the first process has
+        # everybody's tables.
+        self._send(batch, keys, tables, logprobs is not None, tokens)
         self.exposed_s += time.perf_counter() - began
 
     def expect(
@@ -349,13 +352,17 @@ class CompanionTap:
 
     def _send(
         self,
-        batch: RolloutBatch,
+        batch: RolloutBatch | None,
         keys: torch.Tensor,
         tables: Tables | TableRows | None,
         has_logprobs: bool,
+        tokens: int,
     ) -> None:
-        assert batch.prompts_S is not None, "a RowTap numbers its prompts"
-        batch = replace(batch, prompts_S=keys[batch.prompts_S])
+        tensors: dict[str, torch.Tensor] = {}
+        if batch is not None:
+            assert batch.prompts_S is not None, "a RowTap numbers its prompts"
+            batch = replace(batch, prompts_S=keys[batch.prompts_S])
+            tensors = batch_tensors(batch, logprobs=has_logprobs)
         header = PartHeader(
             number=self._number,
             rank=self._rank,
@@ -365,9 +372,9 @@ class CompanionTap:
             temperature=self._sampling.temperature,
             top_k=self._sampling.top_k,
             top_p=self._sampling.top_p,
-            left_out=batch.left_out,
+            left_out=tokens if batch is None else batch.left_out,
         )
-        self._sender.send(_Parcel(batch_tensors(batch, logprobs=has_logprobs), tables, header))
+        self._sender.send(_Parcel(tensors, tables, header))
 
 
 _Row = tuple[Sequence[int], Sequence[int], torch.Tensor]
@@ -413,15 +420,12 @@ class _PolicyTap(PassTap):
 
     def __init__(self, model: nn.Module, *args: Any) -> None:
         super().__init__(model, *args)
-        self._model = model
         # The adapters that are active when the tap is created are the policy's.
         self._adapters = adapters_in_use(model)
 
-    def _hook(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def _see_pass(self, kept: StatesHook) -> None:
         if adapters_in_use(self._model) == self._adapters:
-            super()._hook(module, args, kwargs, output)
+            super()._see_pass(kept)
 
 
 @dataclass(frozen=True)

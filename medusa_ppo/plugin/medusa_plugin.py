@@ -676,21 +676,21 @@ class MedusaPlugin:
     # ---- parts
 
     def _flush(self) -> None:
-        """Hand over what was tapped. If nothing of a batch was scored, only the log says so: the
-        loop may skip steps.
+        """Hand over what was tapped. If that is nothing, only the log says so: a loop may skip
+        steps, a remote one may have had no usable row, and responses may be empty.
         """
         collector = self._collector
         self._collector = None
         if collector is None or self._companion is None:
             return
-        if not collector.seen and not collector.complete:
-            logger.warning(
-                "No response of the last rollouts was scored inside plugin.actor_forward; the"
-                " companion gets nothing."
-            )
+        if not collector.has_states:
+            # Scored responses without a state are rows that the sample leaves out.
+            if not collector.seen:
+                logger.warning(
+                    "No response with a token was scored inside plugin.actor_forward since the last"
+                    " rollouts; the companion gets nothing."
+                )
             return
-        if collector.seen and not collector.has_states:
-            return  # The sample wants none of the few that were scored.
         self._submit(collector.batch())
 
     def _submit(self, batch: RolloutBatch, rows: TableRows | None = None) -> None:

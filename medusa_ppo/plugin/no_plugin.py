@@ -67,11 +67,6 @@ class NoPlugin:
         """No states are needed."""
         return 0
 
-    @contextlib.contextmanager
-    def exposed(self) -> Iterator[None]:
-        """Nobody waits for a plugin."""
-        yield
-
     def batch_ready(self, batch: RolloutBatch, rows: TableRows | None = None) -> None:
         """The batch is not needed."""
 

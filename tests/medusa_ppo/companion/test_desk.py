@@ -202,6 +202,26 @@ def test_ranks_of_different_lengths_and_one_that_taps_nothing(
     assert desk.wish().tables_version == 1
 
 
+def test_parts_without_rows_complete_a_step_and_bring_its_tables(
+    desk: CompanionDesk, task: ChainTask
+) -> None:
+    def without_rows(tables: Tables | None, told: PartHeader) -> None:
+        path = desk.folder / "incoming"
+        desk.take(path, write_part(path, {}, tables, told))
+        path.unlink()
+
+    without_rows((task.lm_head_VD, None), header(ranks=3, rank=0, left_out=70))
+    without_rows(None, header(ranks=3, rank=2, left_out=7))
+    put(desk, part_of(task, 40), None, header(ranks=3, rank=1))
+    assert received(desk) == 1 and desk.wish().tables_version == 0
+    # A step without any row is none, and its tables stay.
+    for rank in range(3):
+        tables = None if rank else (task.lm_head_VD, None)
+        without_rows(tables, header(1, ranks=3, rank=rank))
+    assert received(desk) == 1 and desk.wish().tables_version == 1
+    assert desk.drain(60) and not desk.wish().problem
+
+
 def test_over_http(served: tuple[CompanionDesk, str], task: ChainTask, tmp_path: Path) -> None:
     desk, address = served
     link = open_link(address)

@@ -77,6 +77,22 @@ def test_a_part_comes_out_as_it_was(
     assert part.tables[1] is not None and torch.equal(part.tables[1], tables[1])
 
 
+def test_a_part_without_rows_has_at_most_tables(task: ChainTask, tmp_path: Path) -> None:
+    path = tmp_path / "part"
+    header = write_part(path, {}, None, HEADER)
+    part = read_part(path, header, task.hidden, task.vocab)
+    assert not header.rows and part.batch is None and part.tables is None
+    header = write_part(path, {}, (task.lm_head_VD, None), HEADER)
+    part = read_part(path, header, task.hidden, task.vocab)
+    assert part.batch is None and part.tables is not None
+    assert torch.equal(part.tables[0], task.lm_head_VD)
+    with pytest.raises(DataError, match="missing: hidden_MD"):
+        read_part(path, HEADER, task.hidden, task.vocab)
+    write_part(path, batch_tensors(part_of(task), logprobs=True), None, HEADER)
+    with pytest.raises(DataError, match="no row; and perhaps"):
+        read_part(path, header, task.hidden, task.vocab)
+
+
 def test_log_probs_that_did_not_come_are_those_of_the_states(
     task: ChainTask, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import torch
 from heads.errors import DataError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
+from heads.targets import segments_from_lengths
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.holdout import (
     AHEAD_TOKENS,
@@ -193,6 +194,36 @@ def test_a_sample_is_blocks_whose_ends_are_there_for_the_others() -> None:
     long_S1 = lengths_S[:, None] >= 800
     judged = [rate(judged_ST, half & long_S1) for half in halves[1]]
     assert max(judged) < 1.3 * min(judged), judged
+
+
+def test_a_share_of_less_than_a_block_is_a_whole_block_sometimes() -> None:
+    """On average it is the share, and every row is as likely, whatever the size of its block."""
+    lengths_S = torch.tensor([1500, 40, 300])
+    segment_M = segments_from_lengths(lengths_S)
+    place_M = torch.cat([torch.arange(n) for n in lengths_S.tolist()])
+    count, rows = 12_000, 48.0
+    chosen_M = torch.zeros(segment_M.numel())
+    drawn = 0
+    luck = torch.rand(count, generator=torch.Generator().manual_seed(5)).tolist()
+    for seed in range(count):
+        sample = EarlySample(rows, 0.0, seed, ahead=4, block=BLOCK, luck=luck[seed])
+        weights_M, held_S = sample.draw(lengths_S, None, 0)
+        assert held_S is None
+        kept_M = weights_M >= 0
+        chosen_M += kept_M
+        drawn += bool(kept_M.any())
+    assert 0.1 < drawn / count < 0.4, "rows come in whole blocks"
+    assert float(chosen_M.sum()) / count == pytest.approx(rows, rel=0.05)
+    long_M = segment_M == 0
+    groups = [
+        *(segment_M == s for s in range(3)),
+        long_M & (place_M < 100),
+        long_M & (place_M >= 700) & (place_M < 800),
+        long_M & (place_M >= 1400),
+    ]
+    rates = [float(chosen_M[group_M].mean()) / count for group_M in groups]
+    expected = rows / segment_M.numel()
+    assert max(rates) < 1.12 * expected and min(rates) > expected / 1.12, (rates, expected)
 
 
 def test_a_stretch_is_judged_as_in_its_response(chain) -> None:

@@ -4,6 +4,10 @@ plugin's own tap.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -14,6 +18,7 @@ from medusa_ppo.companion.positions import ROW_BYTES
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.loops.passes import PassTap, spans
+from medusa_ppo.loops.tap import _PolicyTap
 
 ROWS = [((5, 6), (1, 2)), ((7,), (3, 3, 4)), ((5, 6), (9,))]
 
@@ -168,6 +173,142 @@ def test_of_a_batch_beyond_the_budget_a_sample_is_taken_of_all_its_parts(
     # A piece that is due little more than a block takes a second one only where it is short: at a
     # response's two ends.
     assert places.min() > 0.75 * places.max(), places
+
+
+def test_many_ranks_sample_in_blocks_of_their_common_sample(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """At 64 ranks a wish of 2,048 rows is 32 for each. In blocks of a sample of 32 rows, one row in
+    five could be trained on, and none had the context that an engine gives it.
+    """
+    monkeypatch.setattr("medusa_ppo.loops.passes.plain_model", lambda model: model)
+    ranks, wish, steps, context = 64, 2048, 50, 16
+    lengths = [100, 500, 1500]
+    model = States()
+    taps = [PassTap(model, Sampling(), 1 << 62, 4) for _ in range(ranks)]
+    kept = torch.zeros(steps)
+    of_ranks = torch.zeros(ranks)
+    of_lengths = torch.zeros(len(lengths))
+    of_places = torch.zeros(15)  # Of 100 tokens each, in the longest response.
+    trained = full = 0
+    for step in range(steps):
+        for rank, tap in enumerate(taps):
+            rows = [((1, n), tuple(range(10, 10 + length))) for n, length in enumerate(lengths)]
+            tap.expect(sum(lengths), wish / ranks, rank=rank, ranks=ranks)
+            with tap.watch(rows):
+                for prompt, answer in rows:
+                    model(input_ids=torch.tensor([[*prompt, *answer]], device=device))
+            tap.add_logprobs([torch.zeros(length) for length in lengths])
+            batch = tap.take(step)
+            if batch is None:
+                continue
+            assert batch.weights_M is not None and batch.prompts_S is not None
+            assert batch.hidden_MD.shape[0] + batch.left_out == sum(lengths)
+            run_M = torch.cat([torch.arange(n) for n in batch.lengths_S.tolist()])
+            place_M = batch.response_ids_M - 10
+            trained_M = batch.weights_M > 0
+            kept[step] += trained_M.numel()
+            trained += int(trained_M.sum())
+            full += int((run_M >= place_M.clamp(max=context))[trained_M].sum())
+            of_ranks[rank] += trained_M.numel()
+            prompts_M = batch.prompts_S.repeat_interleave(batch.lengths_S)
+            of_lengths += torch.bincount(prompts_M, minlength=len(lengths))
+            of_places += torch.bincount(place_M[prompts_M == 2] // 100, minlength=15)
+    assert float(kept.mean()) == pytest.approx(wish, rel=0.05)
+    assert 0.5 * wish < float(kept.min()) and float(kept.max()) < 1.5 * wish, kept
+    assert trained > 0.9 * kept.sum() and full > 0.9 * trained
+    eighths = of_ranks.view(8, 8).sum(1) / of_ranks.sum()
+    assert float(eighths.min()) > 0.1 and float(eighths.max()) < 0.15, eighths
+    rates = of_lengths / torch.tensor(lengths)
+    assert rates.max() < 1.3 * rates.min(), rates
+    thirds = of_places.view(3, 5).sum(1)
+    assert thirds.max() < 1.3 * thirds.min(), of_places
+
+
+class Wrapper(torch.nn.Module):
+    """As DistributedDataParallel and an FSDP unit hold a model."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "torch.compile": lambda model: torch.compile(model, backend="eager"),
+    "compile": lambda model: [model.compile(backend="eager"), model][1],
+    "base": lambda model: [model.base_model.compile(backend="eager"), model][1],
+    "wrapped": lambda model: Wrapper(torch.compile(model, backend="eager")),
+}
+
+
+def one_layer(model: LlamaForCausalLM) -> LlamaForCausalLM:
+    """A copy that compiles faster."""
+    small = copy.deepcopy(model)
+    small.model.layers = small.model.layers[:1]
+    return small
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("form", "kind"), [*((form, PassTap) for form in FORMS), ("compile", _PolicyTap)]
+)
+def test_a_compiled_actor_is_tapped_in_each_step(
+    model: LlamaForCausalLM, form: str, kind: type[PassTap]
+) -> None:
+    """Code that was compiled before there was a tap has no hook, and ignores those added later."""
+    small = one_layer(model)
+    states_MD, logprobs = reference(small)
+    actor = FORMS[form](small)
+    ids, attention = padded([ROWS[1]], model.device)
+    actor(input_ids=ids, attention_mask=attention)
+    tap = kind(actor, Sampling(), 2**20, 2)
+    for _ in range(2):
+        with tap.watch(ROWS):
+            for row in (2, 0, 1):  # Of one shape: another one is compiled anew.
+                ids, attention = padded([ROWS[row]], model.device)
+                actor(input_ids=ids, attention_mask=attention)
+        tap.add_logprobs(logprobs)
+        check(tap.take(5), states_MD, logprobs)
+        actor(input_ids=ids, attention_mask=attention)
+        assert tap.take(6) is None, "outside the block nothing is kept"
+
+
+@torch.no_grad()
+def test_an_actor_compiled_after_the_tap_was_made_is_tapped(model: LlamaForCausalLM) -> None:
+    actor = one_layer(model)
+    states_MD, logprobs = reference(actor)
+    tap = PassTap(actor, Sampling(), 2**20, 2)
+    actor.compile(backend="eager")
+    ids, attention = padded(ROWS, model.device)
+    actor(input_ids=ids, attention_mask=attention)
+    with tap.watch(ROWS):
+        actor(input_ids=ids, attention_mask=attention)
+    tap.add_logprobs(logprobs)
+    check(tap.take(5), states_MD, logprobs)
+
+
+def test_gradients_of_a_compiled_actor_are_those_without_a_tap(model: LlamaForCausalLM) -> None:
+    actor = one_layer(model)
+    actor.compile(backend="eager")
+    ids, attention = padded(ROWS, model.device)
+    tap = PassTap(actor, Sampling(), 2**20, 2)
+
+    def gradients() -> list[torch.Tensor]:
+        actor.zero_grad()
+        actor(input_ids=ids, attention_mask=attention).logits.square().sum().backward()
+        return [p.grad.clone() for p in actor.parameters() if p.grad is not None]
+
+    before = gradients()
+    with tap.watch(ROWS):
+        tapped = gradients()
+    tap.add_logprobs([torch.zeros(len(answer)) for _, answer in ROWS])
+    batch = tap.take(5)
+    assert batch is not None and not batch.hidden_MD.requires_grad and batch.prompts_S is not None
+    for left, right in zip(before, tapped, strict=True):
+        torch.testing.assert_close(right, left, rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()

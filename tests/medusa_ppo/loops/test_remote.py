@@ -52,6 +52,7 @@ from medusa_ppo.loops.remote import (
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 from medusa_ppo.reports.store import read_run
 from medusa_ppo.runtime.control_guard import TOKEN
+from tests.medusa_ppo.conftest import RecordingCompanion
 
 
 class RemoteWorkers:
@@ -314,6 +315,21 @@ def test_what_a_validation_drafts_is_no_rollout(chain_actor: Path, tmp_path: Pat
     assert workers.calls == ["medusa_choices"]
     attachment.generated(Sampling())
     assert [seen.counters for seen in plugin.seen] == [rollouts, rollouts]
+
+
+def test_a_step_without_a_usable_row_does_not_end_the_training(chain_actor: Path, tmp_path: Path):
+    """Tools' answers in every response of the tapped replica, for example."""
+    config = build_config({"heads": {"num_heads": 2}})
+    attachment = RemoteAttachment(config, str(chain_actor), tmp_path / "medusa")
+    attachment.attach(RemoteWorkers(), Counters)
+    assert attachment.engine is not None
+    companion = RecordingCompanion()
+    attachment.plugin = MedusaPlugin(attachment.engine, cast(Any, companion))
+    for version in (1, 2):
+        assert attachment.generated(Sampling())
+        attachment.scored([None])
+        attachment.updated(version)
+    assert companion.batches == []
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -247,6 +247,44 @@ def test_parts_of_several_processes_are_one_batch(
         tap.close()
 
 
+@torch.no_grad()
+def test_of_many_processes_some_send_a_block_and_the_others_that_they_have_none(
+    whole: ServedDesk, actor: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is trained on when all have come, and also if the first one, which sends the tables,
+    has no row in the sample.
+    """
+    ranks, tokens = 16, 60
+    desk: Any = whole.desk
+    monkeypatch.setattr(desk, "_rows", lambda status: 64)
+    torch.manual_seed(0)
+    answers = torch.randint(0, 20, (ranks, tokens)).tolist()
+    with contextlib.ExitStack() as stack:
+        taps = [
+            stack.enter_context(CompanionTap(actor, whole.address, rank=rank, ranks=ranks))
+            for rank in range(ranks)
+        ]
+        first_sent = []
+        for step in range(6):
+            for rank, tap in enumerate(taps):
+                with tap([[5]], [answers[rank]]):
+                    actor(torch.tensor([[5, *answers[rank]]], device=actor.device))
+                assert tap.drain(30) and not tap.problem
+                if not rank:
+                    first_sent.append(desk._parts[0].header.rows)
+            assert len(whole.seen) == step + 1, "nobody waits for the next step"
+            batch = whole.seen[-1]
+            rows = batch.hidden_MD.shape[0]
+            assert rows + batch.left_out == ranks * tokens and 32 <= rows <= 96
+            assert batch.weights_M is not None and int((batch.weights_M > 0).sum()) > 0.6 * rows
+            assert desk.wish().tables_version == step
+            actor.lm_head.weight.mul_(1.01)
+            for tap in taps:
+                tap.updated()
+        assert set(first_sent) == {True, False}
+        assert [tap.lost for tap in taps] == [0] * ranks
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["fsdp2", "ddp"])
 def test_two_gloo_processes_send_what_each_has(

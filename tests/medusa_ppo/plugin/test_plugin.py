@@ -389,8 +389,25 @@ def test_empty_responses_are_dropped_and_counted(parts) -> None:
         rollouts.prompts, (Response(0, (), (), "stop"),), Counters(), 1.0, Sampling()
     )
     plugin.rollout_ready(only_empty)
-    with pytest.raises(DataError, match="No response of the rollout batch"):
-        score(plugin, actor, only_empty, [0])
+    score(plugin, actor, only_empty, [0])
+    plugin.policy_updated(actor, 1)
+    assert len(companion.batches) == 1
+
+
+def test_rollouts_without_a_response_end_no_loop(parts, caplog: pytest.LogCaptureFixture) -> None:
+    """As a remote loop announces its rollouts: the workers have the tokens, and may have found no
+    usable row.
+    """
+    actor, engine, companion, plugin = parts
+    for version in (1, 2):
+        plugin.rollout_ready(Rollouts((), (), Counters(), 0.0, Sampling()))
+        plugin.tables_updated(None, version)
+    warnings = [r for r in caplog.records if "the companion gets nothing" in r.message]
+    assert companion.batches == [] and len(warnings) == 2
+    rollouts = engine.generate(PROMPTS, Sampling(seed=3))
+    plugin.rollout_ready(rollouts)
+    score(plugin, actor, rollouts, list(range(len(PROMPTS))))
+    assert len(companion.batches) == 1
 
 
 def test_misuse_of_the_tap_is_told(parts) -> None:
