@@ -662,7 +662,10 @@ class MedusaPlugin:
         self._collector = None
         if collector is None or self._companion is None:
             return
-        if not collector.seen and not collector.complete:
+        # A loop whose actor is in other processes announces no responses; if none of them tapped
+        # anything, there is nothing to hand over.
+        announced = collector.complete and collector.empty_responses
+        if not collector.seen and not announced:
             logger.warning(
                 "No response of the last rollouts was scored inside plugin.actor_forward; the"
                 " companion gets nothing."
