@@ -201,6 +201,7 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
     again.synced(lost_heads=False)
     assert (later.version, later.heads) == (workers.version, workers.heads)
     assert again.generated(Sampling())
+    again.scored([None])  # No rank had a row of the sample.
     again.updated(3)
     again.end()
     (step,) = read_run(tmp_path / "medusa").steps
