@@ -310,7 +310,11 @@ class WorkerEngine(RolloutEngine):
 
     def serving_version(self) -> int:
         if self._feeds_itself:
-            self._look_at_heads()
+            # Only its number: the engine may be asleep by now, and on a GPU its heads can't be read
+            # there.
+            self.heads_version = self._asked(
+                "medusa_feed_version", lambda answer: int(answer["version"])
+            )
         return self.heads_version
 
     def remember(self, rows: Sequence[Row]) -> int:

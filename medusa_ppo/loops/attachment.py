@@ -52,7 +52,7 @@ from medusa_ppo.plugin.warm_up import FOLDER as WARM_UP_FOLDER
 from medusa_ppo.plugin.warm_up import WarmUpReport
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime.files import OwnedFolder
-from medusa_ppo.runtime.hardware import gpus_beside, visible_gpus
+from medusa_ppo.runtime.hardware import gpu_places, gpus_beside, visible_gpus
 from medusa_ppo.runtime.processes import local_ray
 
 logger = logging.getLogger(__name__)
@@ -506,7 +506,13 @@ class DraftingEngine:
         # If anything fails here, the stack ends what was started before; once nothing has failed,
         # `pop_all` keeps it all.
         with contextlib.ExitStack() as stack:
-            stack.enter_context(local_ray(queue_bytes=config.companion.queue_bytes))
+            visible = visible_gpus()
+            stack.enter_context(
+                local_ray(
+                    queue_bytes=config.companion.queue_bytes,
+                    gpus=gpu_places(config.engine, visible).ray if visible else None,
+                )
+            )
             wanted = as_config(config) is not None
             heads = (
                 MedusaPlugin.prepare_heads(config, actor, self._folder / "heads")

@@ -36,6 +36,8 @@ class AttachedWorkers:
             return [drafts | {"feeds_itself": self.feeds_itself}] * 2
         if method == "medusa_step_times":
             return [{"key": KEY, "choices": [0, 1, 3], "rows": list(*args)}] * 2
+        if method == "medusa_feed_version":
+            return [{"version": self.version}] * 2
         if method == "medusa_checksums":
             return [{"heads": "", "heads_version": self.version, "actor": ""}] * 2
         if method == "medusa_swap_heads":
@@ -96,7 +98,10 @@ def test_an_engine_that_feeds_itself_is_asked_what_it_drafts_with(states: tuple[
     assert engine.serving_version() == 0
     engine.swap_heads(published, 4)
     workers.version = 7
+    workers.calls.clear()
     assert engine.serving_version() == engine.heads_version == 7
+    # An engine that sleeps can't read its heads.
+    assert [method for method, _ in workers.calls] == ["medusa_feed_version"]
     engine.feed_again()
     assert workers.calls[-1] == ("medusa_swap_heads", (str(kept.resolve()), 4))
 

@@ -21,6 +21,7 @@ from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines.actor_sync import ActorStream, ActorSync, BroadcastPool
 from medusa_ppo.engines.ray_engine import make_engine
+from medusa_ppo.loops import attachment
 from medusa_ppo.loops.attachment import Attachment, DraftingEngine
 from medusa_ppo.plugin import MedusaPlugin, NoPlugin
 from medusa_ppo.runtime.processes import local_ray
@@ -216,3 +217,26 @@ def test_an_actor_s_file_reaches_the_engine_behind_it_with_its_checksum(chain_ac
     with ActorSync(engine) as sync:
         assert sync(engine._actor, 3).version == 3
     assert told == [3]
+
+
+@pytest.mark.parametrize(
+    ("visible", "offered"), [((), None), (("0",), ("0",)), (("0", "1", "2"), ("1", "2"))]
+)
+def test_the_loops_own_gpu_is_nobody_elses(
+    visible: tuple[str, ...],
+    offered: tuple[str, ...] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Unless it is the only one. With GPUs that are not there: Ray is asked, and not started."""
+    asked: list[Any] = []
+
+    def no_ray(**arguments: Any) -> Any:
+        asked.append(arguments["gpus"])
+        raise ConnectionError
+
+    monkeypatch.setattr(attachment, "visible_gpus", lambda: visible)
+    monkeypatch.setattr(attachment, "local_ray", no_ray)
+    with pytest.raises(ConnectionError):
+        DraftingEngine(build_config({}), torch.nn.Module(), "actor", tmp_path)
+    assert asked == [offered]
