@@ -64,7 +64,10 @@ def doctor(
 
     asked = {"--config": config, "--model": model, "--heads": heads, "--tokens": tokens}
     _refuse_what_would_be_ignored(
-        distribution, quick, [name for name, value in asked.items() if value], overrides or ()
+        distribution,
+        quick,
+        [f"{name} {value}" for name, value in asked.items() if value],
+        overrides or (),
     )
     if distribution:
         # Options come first, so that a KEY=VALUE on the command line overrides them.

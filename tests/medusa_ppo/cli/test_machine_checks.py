@@ -71,8 +71,6 @@ def test_gpus_that_the_cpu_build_leaves_idle_are_a_fault(monkeypatch: pytest.Mon
         assert check.ok is ok and "Some GPU" in check.found and "STACK=cuda" in check.do
 
 
-@pytest.mark.engine
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
@@ -97,6 +95,8 @@ def test_the_doctor_passes_nothing_that_it_does_not_look_at(
     assert CliRunner().invoke(app, ["doctor", "--distribution"]).exit_code == 0
 
 
+@pytest.mark.engine
+@pytest.mark.slow
 def test_the_doctor_judges_anyones_model_and_settings(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model")
     asked = [
