@@ -77,9 +77,15 @@ def most_frequent(counts_V: torch.Tensor, size: int) -> torch.Tensor | None:
     """
     if float(counts_V.sum()) < MIN_TOKENS_PER_ENTRY * size:
         return None
+    ids_W = frequent_ids(counts_V, size)
+    counts_V *= FORGET
+    return ids_W
+
+
+def frequent_ids(counts_V: torch.Tensor, size: int) -> torch.Tensor:
+    """The tokens with the highest counts, int64 `W`, ascending."""
     # By count, ties by id: the same counts give the same ids.
     order_V = torch.sort(counts_V, descending=True, stable=True).indices
-    counts_V *= FORGET
     return order_V[:size].sort().values
 
 

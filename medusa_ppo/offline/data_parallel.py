@@ -31,6 +31,7 @@ from medusa_ppo.companion.gate import Served, fit_temperatures, replay
 from medusa_ppo.companion.trainer import HeadsTrainer, TrainReport
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.offline.collect import Sample
+from medusa_ppo.offline.draft_tokens import draft_ids
 from medusa_ppo.offline.hidden import HiddenReader, HiddenStates, read_all
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.scene import compute_dtype, on_device, training_device
@@ -104,8 +105,9 @@ class TrainingWorker:
         # New heads draw from torch's own generator: all workers must begin with the same ones.
         torch.manual_seed(options.seed)
         shared = {name: getattr(options, name) for name in SHARED}
+        sizes = options.sizes(lm_head_VD.shape[1], lm_head_VD.shape[0])
         self._trainer = HeadsTrainer(
-            MedusaHeads(options.sizes(lm_head_VD.shape[1], lm_head_VD.shape[0])),
+            MedusaHeads(sizes),
             lm_head_VD,
             CompanionConfig(
                 **shared, batch_positions=options.batch_positions * options.accumulate, epochs=1
@@ -117,6 +119,11 @@ class TrainingWorker:
             schedule=cosine_schedule(options.epochs * -(-self.tokens // options.step_positions)),
             dtype=compute_dtype(options.dtype),
         )
+        # The same in every worker, since all have all sequences.
+        self._trainer.ids_W = draft_ids(
+            sizes, options.draft_vocab, (sample.ids for sample in training)
+        )
+        self._served = Served(options.draft_temperature, ids_W=self._trainer.ids_W)
         if team is not None:
             self._trainer.join(team)
 
@@ -161,7 +168,7 @@ class TrainingWorker:
             self._holdout,
             self._trainer.lm_head_VD,
             embedding_VD=self._trainer.embedding_VD,
-            draft_temperature=self._options.draft_temperature,
+            served=self._served,
         )
 
     def heads(self) -> MedusaHeads:
@@ -170,13 +177,12 @@ class TrainingWorker:
         # A copy, because training continues with the current temperatures.
         heads = copy.deepcopy(self._trainer.heads)
         trainer = self._trainer
-        served = Served(self._options.draft_temperature)
         fit_temperatures(
             heads,
             self._holdout,
             trainer.lm_head_VD,
             embedding_VD=trainer.embedding_VD,
-            served=served,
+            served=self._served,
         )
         return heads.cpu()
 

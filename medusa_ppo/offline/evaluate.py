@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import pairwise, zip_longest
+from itertools import count, pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,10 @@ from medusa_ppo.drafting.memory import (
     tail_of,
     vote,
 )
+from medusa_ppo.drafting.products import MIN_TOKENS_PER_ENTRY
+from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.offline.collect import PROMPTS_PER_ROUND, samples_of
+from medusa_ppo.offline.draft_tokens import draft_ids, draft_width
 from medusa_ppo.offline.hidden import HiddenReader, read_all
 from medusa_ppo.offline.options import EvalOptions
 from medusa_ppo.offline.scene import (
@@ -122,7 +125,12 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         measured = _replayed(options, heads, groups, earlier, rollouts, progress)
     else:
         # Counters only cover what an engine drafts itself, so each set of heads gets an engine.
-        runs = [_generate(options, groups, str(folder), progress)[1] for folder in folders]
+        runs = [
+            _generate(
+                options, groups, str(folder), progress, draft_width(one.config, options.draft_vocab)
+            )[1]
+            for folder, one in zip(folders, heads, strict=True)
+        ]
         measured = [[_counted(groups, rounds) for rounds in run] for run in runs]
         rollouts = runs[0]
     rows = []
@@ -190,10 +198,14 @@ def _groups(options: EvalOptions, scene: Scene) -> list[PromptGroup]:
 
 
 def _generate(
-    options: EvalOptions, groups: Sequence[PromptGroup], heads: str, progress: OfflineProgress
+    options: EvalOptions,
+    groups: Sequence[PromptGroup],
+    heads: str,
+    progress: OfflineProgress,
+    width: int = 0,
 ) -> tuple[list[list[Rollouts]], list[list[Rollouts]]]:
     """For each temperature, the earlier responses of each group and those to measure. With heads,
-    the engine drafts.
+    the engine drafts, from `width` tokens (0: all).
     """
     progress.say(f"Starting the engine {'with ' + heads if heads else ''} ...")
     prompts = [prompt for group in groups for prompt in group.prompts]
@@ -205,7 +217,10 @@ def _generate(
         if heads:
             # Set in both cases, because an engine samples drafts by default.
             sampled = options.draft == "sampled"
-            engine.configure(sampled=sampled, draft_temperature=options.draft_temperature)
+            engine.configure(
+                sampled=sampled, draft_temperature=options.draft_temperature, draft_vocab=width
+            )
+            _let_it_count(options, engine, groups, width)
         for temperature in options.every_temperature:
             sampling = Sampling(temperature, options.top_p, options.top_k, options.max_new_tokens)
             if heads and options.earlier_responses:
@@ -229,6 +244,28 @@ def _generate(
                         found[-1].append(rollouts)
                         advance(len(group.prompts), f"{rollouts.tokens_per_s:.0f} tokens/s")
     return earlier, runs
+
+
+def _let_it_count(
+    options: EvalOptions, engine: RolloutEngine, groups: Sequence[PromptGroup], width: int
+) -> None:
+    """Let the engine see as many tokens as it needs to choose those that it drafts from. In a run
+    it has seen them after the first step.
+    """
+    counted = 0
+    for number in count():
+        if counted >= MIN_TOKENS_PER_ENTRY * width:
+            return
+        prompts = groups[number % len(groups)].prompts
+        sampling = Sampling(
+            options.every_temperature[0],
+            options.top_p,
+            options.top_k,
+            options.max_new_tokens,
+            # Responses that are measured have other seeds.
+            seed=options.seed + 2 * len(groups) + number,
+        )
+        counted += engine.generate(prompts, sampling).generated_tokens + sum(map(len, prompts))
 
 
 def _replayed(
@@ -269,6 +306,7 @@ def _replayed(
         pairs = zip(of_each, [sample.prompt for sample in samples], strict=True)
         unit_S = torch.tensor([units.setdefault(pair, len(units)) for pair in pairs])
         for one, found in zip(heads, measured, strict=True):
+            ids_W = draft_ids(one.config, options.draft_vocab, (sample.ids for sample in samples))
             # Each set of heads gets its own trust in the memory, which depends on the heads.
             recalled = Recalled(prompts, before) if before else None
             result = replay(
@@ -276,7 +314,7 @@ def _replayed(
                 batch,
                 lm_head_VD,
                 embedding_VD=embedding_VD,
-                served=Served(drafts, mix=recalled),
+                served=Served(drafts, ids_W=ids_W, mix=recalled),
             )
             parts = _parts(result, batch, lm_head_VD) | (
                 {BY_SUFFIX: _by_suffix(recalled.trust)} if recalled else {}

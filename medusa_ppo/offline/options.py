@@ -45,6 +45,14 @@ Template = Annotated[
     str, Option(help="Prompt template with the row's fields in braces.", callback=line_breaks)
 ]
 NewTokens = Annotated[int, Option(min=1, help="Longest response, in tokens.")]
+DraftVocab = Annotated[
+    int,
+    Option(
+        min=-1,
+        help="Draft from this many of the most frequent tokens; 0: from all; -1: as an engine"
+        " decides (8,192 if the vocabulary has 32,768 or more).",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,7 @@ class TrainOptions:
     loss: Annotated[
         Literal["ce", "tv", "ce_tv", "kl", "kl_tv"], Option(help="Loss of the heads.")
     ] = COMPANION.loss
+    draft_vocab: DraftVocab = -1
     template: Annotated[
         str,
         Option(
@@ -213,6 +222,7 @@ class EvalOptions:
     )
     """As in a run, which samples its drafts."""
     draft_temperature: Annotated[float, Option(help="Temperature of sampled drafts.")] = 1.0
+    draft_vocab: DraftVocab = -1
     temperature: Annotated[float, Option(help="Sampling temperature.")] = 1.0
     temperatures: Annotated[
         tuple[float, ...],

@@ -1,0 +1,49 @@
+"""The draft vocabulary of heads that are trained or measured without a run: by the rule of engines
+and companion, from the tokens that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from heads.errors import ConfigError
+from heads.heads_config import HeadsConfig
+from medusa_ppo.drafting.products import frequent_ids
+
+
+def draft_width(heads: HeadsConfig, asked: int) -> int:
+    """Number of tokens that drafts come from; 0: all.
+
+    Args:
+        asked: the option `--draft-vocab`: 0: all; -1: as an engine decides by itself.
+
+    Raises:
+        ConfigError: heads that can't draft from some tokens only.
+    """
+    if asked > 0 and heads.lm_head == "own":
+        raise ConfigError(
+            "These heads can't draft from a truncated vocabulary.",
+            given=f"--draft-vocab {asked}, heads with lm_head=own",
+            expected="heads that share the actor's lm_head",
+            do="Leave --draft-vocab out.",
+        )
+    width = heads.draft_vocabulary if asked < 0 else asked
+    return width if width < heads.vocab_size else 0
+
+
+def draft_ids(
+    heads: HeadsConfig, asked: int, texts: Iterable[Sequence[int]]
+) -> torch.Tensor | None:
+    """The most frequent tokens of these texts (prompts and responses, as an engine counts), int64
+    `W`, ascending; None: drafts come from all tokens.
+    """
+    width = draft_width(heads, asked)
+    if not width:
+        return None
+    counts_V = torch.zeros(heads.vocab_size, dtype=torch.int64)
+    for ids in texts:
+        ids_T = torch.tensor(ids, dtype=torch.int64)
+        counts_V.index_add_(0, ids_T, torch.ones_like(ids_T))
+    return frequent_ids(counts_V, width)

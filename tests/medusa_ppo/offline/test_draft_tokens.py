@@ -1,0 +1,116 @@
+"""`train` and `eval` know that engines draft from some tokens only: heads are trained and measured
+on those that an engine would draft from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from heads import heads_config
+from heads.errors import ConfigError
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.companion.gate import Served, replay
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.demo.task import build_tokenizer
+from medusa_ppo.drafting.products import DraftVocabulary
+from medusa_ppo.offline import evaluate
+from medusa_ppo.offline.collect import Sample
+from medusa_ppo.offline.data_parallel import TrainingWorker
+from medusa_ppo.offline.draft_tokens import draft_ids, draft_width
+from medusa_ppo.offline.options import EvalOptions, TrainOptions
+from medusa_ppo.runtime.console import OfflineProgress
+
+V = len(build_tokenizer())
+W = 12
+
+
+@pytest.fixture
+def large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the actor's vocabulary were a large one."""
+    monkeypatch.setattr(heads_config, "LARGE_VOCABULARY", V)
+    monkeypatch.setattr(heads_config, "DRAFT_VOCABULARY", W)
+
+
+def texts(count: int) -> list[tuple[int, ...]]:
+    """A few tokens are frequent, and all occur."""
+    generator = torch.Generator().manual_seed(3)
+    rare = torch.randint(1, V, (count, 8), generator=generator)
+    frequent = torch.randint(20, 20 + W, (count, 24), generator=generator)
+    return [tuple(row) for row in torch.cat([frequent, rare], 1).tolist()]
+
+
+def test_they_are_those_that_an_engine_chooses(large: None) -> None:
+    heads = HeadsConfig(64, V, 2)
+    written = texts(30)
+    engine = DraftVocabulary(W, V)
+    engine.observe(written)
+    chosen = draft_ids(heads, -1, written)
+    assert chosen is not None and chosen.tolist() == list(range(20, 20 + W))
+    assert chosen.tolist() == sorted(
+        torch.sort(engine._counts_V, descending=True, stable=True).indices[:W].tolist()
+    )
+    assert draft_ids(heads, 0, written) is None
+    asked = draft_ids(heads, 5, written)
+    assert asked is not None and len(asked) == 5 and set(asked.tolist()) < set(chosen.tolist())
+
+
+def test_small_vocabularies_and_heads_with_an_lm_head_draft_from_all_tokens() -> None:
+    heads = HeadsConfig(64, V, 2)
+    assert draft_width(heads, -1) == 0 == draft_width(heads, V)
+    own = replace(heads, lm_head="own")
+    assert draft_width(own, -1) == 0
+    with pytest.raises(ConfigError, match="lm_head=own"):
+        draft_width(own, 5)
+
+
+def test_heads_are_trained_and_judged_on_them(
+    large: None, chain_actor: Path, tmp_path: Path
+) -> None:
+    options = TrainOptions(
+        model=str(chain_actor), data="", out=tmp_path, num_heads=2, loss="kl_tv", batch_positions=64
+    )
+    samples = [Sample(ids, ((1, len(ids)),), number) for number, ids in enumerate(texts(20))]
+    worker = TrainingWorker(options, samples[:16], samples[16:])
+    ids_W = draft_ids(HeadsConfig(64, V, 2), -1, [sample.ids for sample in samples[:16]])
+    assert ids_W is not None and torch.equal(worker._trainer.ids_W, ids_W)
+    report, _ = worker.train([list(range(worker.groups))], 0)
+    assert not report.problem
+    trainer = worker._trainer
+    holdout = worker._holdout
+    assert holdout is not None
+
+    def judged(served: Served) -> float:
+        tables = trainer.lm_head_VD, trainer.embedding_VD
+        found = replay(trainer.heads, holdout, tables[0], embedding_VD=tables[1], served=served)
+        return found.mean_acceptance_length
+
+    of_some = judged(Served(options.draft_temperature, ids_W=ids_W))
+    assert worker.judge().mean_acceptance_length == of_some
+    assert of_some != judged(Served(options.draft_temperature))
+    everything = TrainingWorker(replace(options, draft_vocab=0), samples[:16], samples[16:])
+    assert everything._trainer.ids_W is None
+
+
+def test_a_token_that_no_engine_drafts_is_no_accepted_draft(
+    large: None, chain_actor: Path, tmp_path: Path
+) -> None:
+    options = EvalOptions(model=str(chain_actor), heads=str(tmp_path), data="")
+    prompts = [(5, 6, 7), (8, 9)]
+    responses = [Response(0, ids, (-2.0,) * len(ids), "length") for ids in texts(6)]
+    rounds = [Rollouts(tuple(prompts), tuple(responses), Counters(), 1.0, Sampling())]
+    torch.manual_seed(0)
+    heads = MedusaHeads(HeadsConfig(64, V, 2))
+
+    def measured(options: EvalOptions) -> float:
+        quiet = OfflineProgress(quiet=True)
+        group = evaluate.PromptGroup("", prompts)
+        ((found,),) = evaluate._replayed(options, [heads], [group], [], [rounds], quiet)
+        return found.result.mean_acceptance_length
+
+    assert measured(replace(options, draft_vocab=V)) == measured(replace(options, draft_vocab=0))
+    assert measured(options) != measured(replace(options, draft_vocab=0))
