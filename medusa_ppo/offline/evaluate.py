@@ -101,7 +101,7 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         temperature, and those of the heads to compare with (`compare`, with the paired difference).
 
     Raises:
-        ConfigError: a memory for one-hot drafts.
+        ConfigError: a memory for one-hot drafts, or a temperature that can't be used.
         ModelError, DataError, CheckpointError: unusable model, data or heads.
     """
     if options.earlier_responses and options.draft != "sampled":
@@ -109,6 +109,7 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         problem = "One-hot drafts are not mixed with a memory."
         do = "Add --draft sampled."
         raise ConfigError(problem, given=given, expected="--draft sampled", do=do)
+    _check_temperatures(options)
     # Heads of another model are refused before the engine starts. For a model on the hub the sizes
     # are not known yet, and nothing is pulled just to know them.
     model = AutoConfig.from_pretrained(options.model) if Path(options.model).exists() else None
@@ -148,6 +149,27 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         "prompts": len(scene.prompts),
         "settings": {**settings, "temperature": rows[0]["temperature"]},
     }
+
+
+def _check_temperatures(options: EvalOptions) -> None:
+    for temperature in options.every_temperature:
+        if not 0 <= temperature < math.inf:
+            raise ConfigError(
+                "The sampling temperature can't be used.",
+                given=f"{temperature:g}",
+                expected="0 (always the most likely token) or more",
+                do="Correct --temperature or --temperatures.",
+            )
+    greedy = 0 in options.every_temperature
+    if greedy and options.earlier_responses and options.engine == "replay":
+        # At temperature 0 drafts are the most likely tokens; the replay has a mixture with a
+        # memory only for sampled ones.
+        raise ConfigError(
+            "At temperature 0 a replay can't tell what a memory would draft.",
+            given=f"--temperature 0 --earlier-responses {options.earlier_responses}",
+            expected="a temperature above 0, or no earlier responses",
+            do="Add --engine vllm, which counts what the engine drafts, or leave one of them out.",
+        )
 
 
 def _read(options: EvalOptions) -> Scene:
@@ -246,15 +268,18 @@ def _replayed(
     actor = on_device(load_actor(options.model))
     lm_head_VD = lm_head_weight(actor).detach().float()
     embedding_VD = embedding_weight(actor).detach().float()
-    drafts = options.draft_temperature if options.draft == "sampled" else 0.0
     measured: list[list[MeasuredHeads]] = [[] for _ in heads]
     for temperature, before, rounds in zip(
         options.every_temperature, earlier or [[]] * len(rollouts), rollouts, strict=True
     ):
+        # Verification at temperature 0 accepts the most likely token and nothing else, which a draft
+        # is as a whole or not at all. vLLM's log-probs are those at temperature 1 then.
+        greedy = temperature == 0
+        drafts = options.draft_temperature if options.draft == "sampled" and not greedy else 0.0
         samples = samples_of(rounds)
         prompts = {sample.prompt: sample.ids[: sample.spans[0][0]] for sample in samples}
         with progress.phase(f"Hidden states, temperature {temperature:g}", len(samples)) as advance:
-            batch = read_all(HiddenReader(actor, temperature), samples, advance)
+            batch = read_all(HiddenReader(actor, temperature or 1.0), samples, advance)
         # The replay has to truncate q and p as the sampling did, which the reader doesn't know.
         batch = replace(batch, top_k=options.top_k, top_p=options.top_p)
         of_each = [
@@ -278,7 +303,7 @@ def _replayed(
                 embedding_VD=embedding_VD,
                 served=Served(drafts, mix=recalled),
             )
-            parts = _parts(result, batch, lm_head_VD) | (
+            parts = _parts(result, batch, lm_head_VD, greedy=greedy) | (
                 {BY_SUFFIX: _by_suffix(recalled.trust)} if recalled else {}
             )
             found.append(
@@ -288,24 +313,28 @@ def _replayed(
 
 
 def _parts(
-    result: ReplayResult, batch: RolloutBatch, lm_head_VD: torch.Tensor
+    result: ReplayResult, batch: RolloutBatch, lm_head_VD: torch.Tensor, *, greedy: bool = False
 ) -> dict[str, list[dict[str, Any]]]:
     """Tokens per step, by the place of the drafts in their response and by the policy's entropy at
-    the first drafted token.
+    the first drafted token. A greedy policy has no entropy.
     """
     assert result.rows_M2 is not None, "a replay on one process knows its rows"
     here_M = segments_from_lengths(batch.lengths_S)
     place_M = torch.arange(len(here_M)) - (batch.lengths_S.cumsum(0) - batch.lengths_S)[here_M]
+    by_place = {
+        "By place in the response, tokens": _by_value(place_M, PLACE_BOUNDS, result.rows_M2)
+    }
+    if greedy:
+        return by_place
     entropy = []
     for hidden_CD in batch.hidden_MD.split(ENTROPY_ROWS):
         logp_CV = (hidden_CD.to(lm_head_VD) @ lm_head_VD.T / batch.temperature).log_softmax(-1)
         entropy.append(-(logp_CV.exp() * logp_CV).sum(-1).cpu())
     next_M = look_ahead(torch.cat(entropy), here_M, 1, first=1)[0].squeeze(1)
-    return {
-        "By place in the response, tokens": _by_value(place_M, PLACE_BOUNDS, result.rows_M2),
+    return by_place | {
         "By entropy of the policy at the first draft, nats": _by_value(
             next_M, ENTROPY_BOUNDS, result.rows_M2
-        ),
+        )
     }
 
 

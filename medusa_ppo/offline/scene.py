@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -316,6 +317,16 @@ def train_scene(options: TrainOptions) -> Scene:
             given=options.dtype,
             expected="float32 | bfloat16",
             do="Correct --dtype.",
+        )
+    if not 0 < options.temperature < math.inf:
+        raise ConfigError(
+            "Heads can't be trained for this sampling temperature.",
+            given=f"{options.temperature:g}",
+            expected="a number above 0",
+            do=(
+                "Train at --temperature 1: at temperature 0 the engine drafts these heads' most"
+                " likely tokens."
+            ),
         )
     return read_scene(
         options.model,

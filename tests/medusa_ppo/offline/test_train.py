@@ -5,6 +5,7 @@ and says what is wrong.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -268,4 +269,16 @@ def test_the_plan_says_sizes_and_writes_nothing(options: TrainOptions) -> None:
         and "GFLOP/s" in plan["matrix rate here"]
         and "at least" in plan["training takes"]
     )
+    assert not options.out.exists()
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
+def test_heads_are_trained_for_a_temperature_above_0(
+    options: TrainOptions, temperature: float
+) -> None:
+    asked = replace(options, temperature=temperature)
+    with pytest.raises(ConfigError, match="above 0"):
+        train(asked)
+    with pytest.raises(ConfigError, match="above 0"):
+        plan_training(asked)
     assert not options.out.exists()
