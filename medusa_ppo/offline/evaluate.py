@@ -272,8 +272,8 @@ def _replayed(
     for temperature, before, rounds in zip(
         options.every_temperature, earlier or [[]] * len(rollouts), rollouts, strict=True
     ):
-        # Verification at temperature 0 accepts the most likely token and nothing else, which a draft
-        # is as a whole or not at all. vLLM's log-probs are those at temperature 1 then.
+        # Verification at temperature 0 accepts the most likely token and nothing else, whatever its
+        # log-prob is (vLLM gives that at temperature 1 then).
         greedy = temperature == 0
         drafts = options.draft_temperature if options.draft == "sampled" and not greedy else 0.0
         samples = samples_of(rounds)

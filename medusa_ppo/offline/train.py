@@ -52,6 +52,7 @@ from medusa_ppo.offline.data_parallel import (
     TrainingWorker,
     TrainingWorkers,
     deal_parts,
+    gpus_for_workers,
     running_workers,
 )
 from medusa_ppo.offline.options import TrainOptions
@@ -100,6 +101,8 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
         CheckpointError: the state of an interrupted training is damaged.
     """
     resume = ResumeFolder(options.out, options)
+    if options.workers > 1:
+        gpus_for_workers(options.workers)
     if resume.found:
         progress.say(f"Continuing the interrupted training in {options.out} (--fresh starts over)")
     # Only after the settings were compared: they name the model as the user does.
