@@ -112,8 +112,11 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
     _check_temperatures(options)
     # Heads of another model are refused before the engine starts. For a model on the hub the sizes
     # are not known yet, and nothing is pulled just to know them.
-    model = AutoConfig.from_pretrained(options.model) if Path(options.model).exists() else None
-    sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size} if model else {}
+    sizes = {}
+    if Path(options.model).exists():
+        # A model of several parts has its sizes in that of the text.
+        model = AutoConfig.from_pretrained(options.model).get_text_config()
+        sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
     folders = [Path(options.heads), *([options.compare] if options.compare else [])]
     heads = [load_heads(folder, **sizes)[0] for folder in folders]
     scene = _read(options)
