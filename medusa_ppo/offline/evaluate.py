@@ -120,6 +120,8 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
     folders = [Path(options.heads), *([options.compare] if options.compare else [])]
     heads = [load_heads(folder, **sizes)[0] for folder in folders]
     scene = _read(options)
+    if scene.left_out:
+        progress.say(scene.left_out)
     groups = _groups(options, scene)
     if options.engine == "replay":
         earlier, rollouts = _generate(options, groups, "", progress)
@@ -150,6 +152,7 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         **headline,
         **several,
         "prompts": len(scene.prompts),
+        "prompts_left_out": scene.skipped,
         "settings": {**settings, "temperature": rows[0]["temperature"]},
     }
 

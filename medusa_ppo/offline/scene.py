@@ -110,7 +110,7 @@ class Scene:
         prompts: the prompts, if the source is of kind `prompts`; otherwise empty.
         kept: index of each prompt's row.
         context: maximum length of a sequence, in tokens.
-        skipped: number of prompts left out because they are too long.
+        skipped: number of prompts left out because they are too long (or empty).
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -120,6 +120,14 @@ class Scene:
     kept: list[int]
     context: int
     skipped: int
+
+    @property
+    def left_out(self) -> str:
+        """What to say about prompts that are left out; empty if none are."""
+        if not self.skipped:
+            return ""
+        many = "1 prompt is" if self.skipped == 1 else f"{self.skipped} prompts are"
+        return f"{many} too long and left out"
 
     @property
     def texts(self) -> Iterator[Any]:

@@ -165,8 +165,8 @@ def gather_samples(
 def _responses(
     options: TrainOptions, scene: Scene, resume: ResumeFolder, progress: OfflineProgress
 ) -> list[Sample]:
-    if scene.skipped:
-        progress.say(f"{scene.skipped} prompts are too long and are left out")
+    if scene.left_out:
+        progress.say(scene.left_out)
     rounds = resume.rounds()
     done = [sum(sample.written for sample in part) for part in rounds]
     tokens = sum(done)

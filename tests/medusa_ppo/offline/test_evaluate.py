@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from heads.acceptance import ReplayResult
+from heads.checkpoint import save_heads
 from heads.errors import ConfigError, DataError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
@@ -253,3 +254,24 @@ def test_a_memory_at_temperature_0_is_for_an_engine(options: EvalOptions) -> Non
     with pytest.raises(ConfigError, match="--engine vllm"):
         asked = replace(options, temperature=0.0, earlier_responses=2)
         evaluate.evaluate_heads(asked, OfflineProgress(quiet=True))
+
+
+def test_prompts_that_are_too_long_are_told(
+    options: EvalOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    vocabulary = len(build_tokenizer())
+    heads = MedusaHeads(HeadsConfig(64, vocabulary, 1, "medusa"))
+    save_heads(tmp_path / "heads", heads, lm_head_VD=torch.ones(vocabulary, 64))
+    with Path(options.data).open("a") as data:
+        data.write(json.dumps({"question": "2 + 2 " * 600, "kind": "even"}) + "\n")
+
+    def generate(asked: EvalOptions, groups: list[PromptGroup], *_: object) -> object:
+        return [], [[answered(group, seed) for seed, group in enumerate(groups)]]
+
+    monkeypatch.setattr(evaluate, "_generate", generate)
+    said_lines: list[str] = []
+    progress = OfflineProgress(quiet=True)
+    monkeypatch.setattr(progress, "say", said_lines.append)
+    result = evaluate.evaluate_heads(replace(options, heads=str(tmp_path / "heads")), progress)
+    assert (result["prompts"], result["prompts_left_out"]) == (10, 1)
+    assert "1 prompt is too long and left out" in said_lines

@@ -1,5 +1,5 @@
-"""bfloat16 is computed in only where the machine multiplies it itself, and sizes are found wherever a
-model's configuration has them.
+"""bfloat16 is computed in only where the machine multiplies it itself, and a model's sizes are
+found wherever its configuration has them.
 """
 
 from __future__ import annotations
