@@ -5,6 +5,7 @@ taken from texts, chats and a run's rollouts.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from medusa_ppo.runtime.data import Row
 PROMPTS_PER_ROUND = 128
 # The last rounds are smaller, so that long responses do not pass the wanted tokens by far.
 LEAST_PROMPTS_PER_ROUND = 16
-ASSISTANT = "assistant"
+ASSISTANT, SYSTEM = "assistant", "system"
 
 Prompt = TypeVar("Prompt")
 Messages = Sequence[dict[str, Any]]
@@ -40,8 +41,8 @@ class Sample:
         ids: all tokens, including the given ones.
         spans: (first, end) of each stretch of written tokens, in order; each follows at least one
             token.
-        prompt: samples with the same number are much alike (answers to one prompt, windows of one
-            text), so the holdout takes all of them or none.
+        prompt: samples with the same number are much alike (answers to one prompt or question,
+            windows of one text, the same text twice), so the holdout takes all of them or none.
         logprobs: behaviour log-probs of the written tokens; None: use the actor's own.
     """
 
@@ -150,7 +151,12 @@ def samples_from_texts(
         DataError: no text has at least two tokens.
     """
     # A generator: `take_samples` stops when it has enough, so that a stream is read no further.
-    windows = (_windows(text, tokenizer, max_length, number) for number, text in enumerate(texts))
+    numbers: dict[str, int] = {}
+    windows = (
+        # A text that is there twice has one number, so that it is never on both sides.
+        _windows(text, tokenizer, max_length, numbers.setdefault(text, len(numbers)))
+        for text in texts
+    )
     nothing = {"expected": "at least two tokens each", "do": "Check --column."}
     return take_samples(
         windows, max_tokens, "No text is long enough to train on.", "texts", **nothing
@@ -260,8 +266,9 @@ def samples_from_chats(
             anything.
     """
     check_template(tokenizer)
+    numbers: dict[str, int] = {}
     every = (
-        _conversation(messages, tokenizer, max_length, number)
+        _conversation(messages, tokenizer, max_length, number, numbers)
         for number, messages in enumerate(chats)
     )
     nothing = {
@@ -278,13 +285,29 @@ def samples_from_chats(
 
 
 def _conversation(
-    messages: Messages, tokenizer: PreTrainedTokenizerBase, max_length: int, number: int
+    messages: Messages,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    number: int,
+    numbers: dict[str, int],
 ) -> list[Sample]:
-    samples = [
-        _chat_sample(text, turns, tokenizer, max_length, number)
-        for text, turns in _written_turns(messages, tokenizer, number)
-    ]
+    """The samples of a row. `numbers` of the questions so far gets this row's, if it is new."""
+    written = _written_turns(messages, tokenizer, number)
+    prompt = numbers.setdefault(_question(messages), len(numbers))
+    samples = [_chat_sample(text, turns, tokenizer, max_length, prompt) for text, turns in written]
     return [sample for sample in samples if sample is not None]
+
+
+def _question(messages: Messages) -> str:
+    """What the assistant answers first: rows with the same question are much alike. Greetings are
+    no answers, so a conversation without a question is its own.
+    """
+    asked = False
+    for index, message in enumerate(messages):
+        if message["role"] == ASSISTANT and asked:
+            return json.dumps(messages[:index], sort_keys=True, default=str)
+        asked = asked or message["role"] not in (ASSISTANT, SYSTEM)
+    return json.dumps(messages, sort_keys=True, default=str)
 
 
 def chat_prompt(messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int) -> str:

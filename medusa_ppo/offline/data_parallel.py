@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +46,8 @@ SHARED = ("loss", "learning_rate")
 # Length of the warm-up in optimizer steps, and the share of the step size left at the end.
 WARM_UP_STEPS = 20
 LAST_FACTOR = 0.01
+START_S = 600.0
+"""How long the workers may take to start, which they can't while others hold Ray's GPUs."""
 
 
 def cosine_schedule(steps: int) -> Callable[[int], float]:
@@ -210,6 +213,35 @@ def deal_parts(
     return [[share[part] for share in shares] for part in range(parts)]
 
 
+def gpus_for_workers(workers: int) -> int:
+    """GPUs that each of several workers reserves: one, or none where there are none at all. Called
+    before any work, because Ray would wait for ever for a GPU that it doesn't have.
+
+    Raises:
+        ConfigError: Ray has too few GPUs or CPUs.
+    """
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    offered: dict[str, float] = {"GPU": here}
+    # Our own Ray offers the GPUs of this machine, and as many CPUs as there are workers.
+    if ray.is_initialized() or os.environ.get("RAY_ADDRESS"):
+        with local_ray():
+            found = ray.cluster_resources()
+        offered = {name: found.get(name, 0.0) for name in ("GPU", "CPU")}
+    # Without GPUs in Ray, workers would still see those of this machine and share the first one.
+    gpus = 1 if offered["GPU"] or here else 0
+    if not gpus:
+        del offered["GPU"]
+    for name, amount in offered.items():
+        if amount < workers:
+            raise ConfigError(
+                f"There are too few {name}s for this many workers.",
+                given=f"--workers {workers}; Ray has {amount:g} {name}s",
+                expected=f"a {name} for each worker",
+                do="Use fewer --workers, or join a larger Ray (RAY_ADDRESS).",
+            )
+    return gpus
+
+
 @contextmanager
 def running_workers(
     options: TrainOptions, training: list[Sample], held_out: list[Sample]
@@ -262,11 +294,12 @@ class TrainingWorkers:
         self, options: TrainOptions, training: list[Sample], held_out: list[Sample]
     ) -> None:
         size = options.workers
-        gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        gpus = gpus_for_workers(size)
         # Ray gives a process that reserves one CPU one thread, whatever the machine has.
         threads = max(1, usable_cores() // size)
-        kind: Any = ray.remote(num_cpus=1, num_gpus=1 if gpus else 0)(WorkerHost)
+        kind: Any = ray.remote(num_cpus=1, num_gpus=gpus)(WorkerHost)
         self._hosts = [kind.remote(rank, size, threads) for rank in range(size)]
+        self._wait_for_start()
         place = self._get(self._hosts[0].meet_here.remote())
         shared = ray.put(training)
         # Called on all at once, because each waits in `start` for the others.
@@ -314,6 +347,18 @@ class TrainingWorkers:
         """End all processes."""
         for host in self._hosts:
             ray.kill(host)
+
+    def _wait_for_start(self) -> None:
+        ready = [host.__ray_ready__.remote() for host in self._hosts]
+        started, waiting = ray.wait(ready, num_returns=len(ready), timeout=START_S)
+        if waiting:
+            self.close()
+            raise RunError(
+                "The training workers did not start.",
+                given=f"{len(started)} of {len(ready)} after {START_S:g} s",
+                expected="all of them, each with its GPU and CPU of Ray",
+                do="End what holds Ray's GPUs or CPUs, or use fewer --workers.",
+            )
 
     def _first(self, name: str) -> Any:
         return self._get(self._hosts[0].ask.remote(name))

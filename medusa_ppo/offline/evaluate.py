@@ -104,7 +104,7 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         temperature, and those of the heads to compare with (`compare`, with the paired difference).
 
     Raises:
-        ConfigError: a memory for one-hot drafts.
+        ConfigError: a memory for one-hot drafts, or a temperature that can't be used.
         ModelError, DataError, CheckpointError: unusable model, data or heads.
     """
     if options.earlier_responses and options.draft != "sampled":
@@ -112,13 +112,19 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         problem = "One-hot drafts are not mixed with a memory."
         do = "Add --draft sampled."
         raise ConfigError(problem, given=given, expected="--draft sampled", do=do)
+    _check_temperatures(options)
     # Heads of another model are refused before the engine starts. For a model on the hub the sizes
     # are not known yet, and nothing is pulled just to know them.
-    model = AutoConfig.from_pretrained(options.model) if Path(options.model).exists() else None
-    sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size} if model else {}
+    sizes = {}
+    if Path(options.model).exists():
+        # A model of several parts has its sizes in that of the text.
+        model = AutoConfig.from_pretrained(options.model).get_text_config()
+        sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
     folders = [Path(options.heads), *([options.compare] if options.compare else [])]
     heads = [load_heads(folder, **sizes)[0] for folder in folders]
     scene = _read(options)
+    if scene.left_out:
+        progress.say(scene.left_out)
     groups = _groups(options, scene)
     if options.engine == "replay":
         earlier, rollouts = _generate(options, groups, "", progress)
@@ -154,8 +160,30 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         **headline,
         **several,
         "prompts": len(scene.prompts),
+        "prompts_left_out": scene.skipped,
         "settings": {**settings, "temperature": rows[0]["temperature"]},
     }
+
+
+def _check_temperatures(options: EvalOptions) -> None:
+    for temperature in options.every_temperature:
+        if not 0 <= temperature < math.inf:
+            raise ConfigError(
+                "The sampling temperature can't be used.",
+                given=f"{temperature:g}",
+                expected="0 (always the most likely token) or more",
+                do="Correct --temperature or --temperatures.",
+            )
+    greedy = 0 in options.every_temperature
+    if greedy and options.earlier_responses and options.engine == "replay":
+        # At temperature 0 drafts are the most likely tokens; the replay has a mixture with a
+        # memory only for sampled ones.
+        raise ConfigError(
+            "At temperature 0 a replay can't tell what a memory would draft.",
+            given=f"--temperature 0 --earlier-responses {options.earlier_responses}",
+            expected="a temperature above 0, or no earlier responses",
+            do="Add --engine vllm, which counts what the engine drafts, or leave one of them out.",
+        )
 
 
 def _read(options: EvalOptions) -> Scene:
@@ -283,15 +311,18 @@ def _replayed(
     actor = on_device(load_actor(options.model))
     lm_head_VD = lm_head_weight(actor).detach().float()
     embedding_VD = embedding_weight(actor).detach().float()
-    drafts = options.draft_temperature if options.draft == "sampled" else 0.0
     measured: list[list[MeasuredHeads]] = [[] for _ in heads]
     for temperature, before, rounds in zip(
         options.every_temperature, earlier or [[]] * len(rollouts), rollouts, strict=True
     ):
+        # Verification at temperature 0 accepts the most likely token and nothing else, whatever its
+        # log-prob is (vLLM gives that at temperature 1 then).
+        greedy = temperature == 0
+        drafts = options.draft_temperature if options.draft == "sampled" and not greedy else 0.0
         samples = samples_of(rounds)
         prompts = {sample.prompt: sample.ids[: sample.spans[0][0]] for sample in samples}
         with progress.phase(f"Hidden states, temperature {temperature:g}", len(samples)) as advance:
-            batch = read_all(HiddenReader(actor, temperature), samples, advance)
+            batch = read_all(HiddenReader(actor, temperature or 1.0), samples, advance)
         # The replay has to truncate q and p as the sampling did, which the reader doesn't know.
         batch = replace(batch, top_k=options.top_k, top_p=options.top_p)
         of_each = [
@@ -316,7 +347,7 @@ def _replayed(
                 embedding_VD=embedding_VD,
                 served=Served(drafts, ids_W=ids_W, mix=recalled),
             )
-            parts = _parts(result, batch, lm_head_VD) | (
+            parts = _parts(result, batch, lm_head_VD, greedy=greedy) | (
                 {BY_SUFFIX: _by_suffix(recalled.trust)} if recalled else {}
             )
             found.append(
@@ -326,24 +357,28 @@ def _replayed(
 
 
 def _parts(
-    result: ReplayResult, batch: RolloutBatch, lm_head_VD: torch.Tensor
+    result: ReplayResult, batch: RolloutBatch, lm_head_VD: torch.Tensor, *, greedy: bool = False
 ) -> dict[str, list[dict[str, Any]]]:
     """Tokens per step, by the place of the drafts in their response and by the policy's entropy at
-    the first drafted token.
+    the first drafted token. A greedy policy has no entropy.
     """
     assert result.rows_M2 is not None, "a replay on one process knows its rows"
     here_M = segments_from_lengths(batch.lengths_S)
     place_M = torch.arange(len(here_M)) - (batch.lengths_S.cumsum(0) - batch.lengths_S)[here_M]
+    by_place = {
+        "By place in the response, tokens": _by_value(place_M, PLACE_BOUNDS, result.rows_M2)
+    }
+    if greedy:
+        return by_place
     entropy = []
     for hidden_CD in batch.hidden_MD.split(ENTROPY_ROWS):
         logp_CV = (hidden_CD.to(lm_head_VD) @ lm_head_VD.T / batch.temperature).log_softmax(-1)
         entropy.append(-(logp_CV.exp() * logp_CV).sum(-1).cpu())
     next_M = look_ahead(torch.cat(entropy), here_M, 1, first=1)[0].squeeze(1)
-    return {
-        "By place in the response, tokens": _by_value(place_M, PLACE_BOUNDS, result.rows_M2),
+    return by_place | {
         "By entropy of the policy at the first draft, nats": _by_value(
             next_M, ENTROPY_BOUNDS, result.rows_M2
-        ),
+        )
     }
 
 

@@ -158,9 +158,9 @@ class TrainOptions:
     cache_bytes: Annotated[
         int, Option(min=0, help="Maximum bytes of hidden states kept between epochs; 0: none.")
     ] = 4 * 1024**3
-    temperature: Annotated[float, Option(help="Sampling temperature of the responses.")] = (
-        SAMPLING.temperature
-    )
+    temperature: Annotated[
+        float, Option(help="Sampling temperature of the responses, above 0.")
+    ] = SAMPLING.temperature
     max_new_tokens: NewTokens = 128
     """More than a run's default, which is meant for an engine with short contexts: here the engine
     is made large enough.
@@ -223,7 +223,9 @@ class EvalOptions:
     """As in a run, which samples its drafts."""
     draft_temperature: Annotated[float, Option(help="Temperature of sampled drafts.")] = 1.0
     draft_vocab: DraftVocab = -1
-    temperature: Annotated[float, Option(help="Sampling temperature.")] = 1.0
+    temperature: Annotated[
+        float, Option(help="Sampling temperature; 0: always the most likely token.")
+    ] = 1.0
     temperatures: Annotated[
         tuple[float, ...],
         Option(help="Several sampling temperatures, e.g. 0.3,0.7,1.0; the headline has the first."),

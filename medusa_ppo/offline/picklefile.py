@@ -28,6 +28,7 @@ MAX_PICKLE_BYTES, MAX_PICKLE_STEPS = 1 << 20, 200_000
 # An entry takes about a hundred bytes, so there is room for thousands of tensors.
 MAX_DIRECTORY_BYTES = 512 << 10
 MAX_DIMENSIONS = 8
+MAX_STORAGE_NAME = 20  # torch counts storages: "0", "1", ...
 END_RECORD, END64_LOCATOR, END64_RECORD = b"PK\x05\x06", b"PK\x06\x07", b"PK\x06\x06"
 # Sizes and signatures that the zip format fixes.
 END_BYTES, LOCATOR_BYTES, LOCAL_HEADER_BYTES = 22, 20, 30
@@ -264,7 +265,14 @@ class _Description:
                     raise self._refused(f"the pickle instruction {opcode.name} (step {step})")
                 action(argument)
         # A damaged pickle can make our few lines fail in any way.
-        except (ValueError, TypeError, IndexError, KeyError, AttributeError) as error:
+        except (
+            ValueError,
+            TypeError,
+            IndexError,
+            KeyError,
+            AttributeError,
+            RecursionError,
+        ) as error:
             raise self._refused(f"a damaged description ({type(error).__name__})") from error
         if len(self._stack) != 1 or not isinstance(self._stack[0], dict):
             raise self._refused("not a dict of tensors")
@@ -298,6 +306,10 @@ class _Description:
 
     def _storage(self, identifier: tuple[Any, ...]) -> _Storage:
         kind, name, key, _, items = identifier
+        # Only text is ever written out: a tuple that holds another one twice, and so on, takes a
+        # few bytes of the pickle, but its text is longer than any memory.
+        if not isinstance(key, str) or len(key) > MAX_STORAGE_NAME:
+            raise self._refused("a storage without a name of torch's")
         code = STORAGES[name.text]
         record = self._records.get(f"data/{key}")
         if (
@@ -309,7 +321,7 @@ class _Description:
             # file's size.
             or record.file_size != items * ITEM_BYTES[code]
         ):
-            raise self._refused(f"a storage {str(key)[:20]!r} whose bytes are not in the file")
+            raise self._refused(f"a storage {key!r} whose bytes are not in the file")
         return _Storage(code, key, items)
 
     def _reduce(self) -> None:

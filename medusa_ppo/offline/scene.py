@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -25,6 +27,7 @@ from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES, load_tokenizer
 from medusa_ppo.actors.megatron_checkpoint import described_by
 from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.config.model_section import VISION_FAMILIES
 from medusa_ppo.engines.launch import with_all_heads
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
@@ -107,7 +110,7 @@ class Scene:
         prompts: the prompts, if the source is of kind `prompts`; otherwise empty.
         kept: index of each prompt's row.
         context: maximum length of a sequence, in tokens.
-        skipped: number of prompts left out because they are too long.
+        skipped: number of prompts left out because they are too long (or empty).
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -117,6 +120,14 @@ class Scene:
     kept: list[int]
     context: int
     skipped: int
+
+    @property
+    def left_out(self) -> str:
+        """What to say about prompts that are left out; empty if none are."""
+        if not self.skipped:
+            return ""
+        many = "1 prompt is" if self.skipped == 1 else f"{self.skipped} prompts are"
+        return f"{many} too long and left out"
 
     @property
     def texts(self) -> Iterator[Any]:
@@ -168,10 +179,9 @@ def read_scene(
         rows = chain([first], rows)
     source = find_source(first, template, column, respond)
     tokenizer = load_tokenizer(model)
-    context = int(
-        getattr(AutoConfig.from_pretrained(model), "max_position_embeddings", None)
-        or DEFAULT_CONTEXT
-    )
+    # A model of several parts has its sizes in that of the text.
+    sizes = AutoConfig.from_pretrained(model).get_text_config()
+    context = int(getattr(sizes, "max_position_embeddings", None) or DEFAULT_CONTEXT)
     if source.kind != "prompts":
         return Scene(tokenizer, rows, source, [], [], context, 0)
     rows = list(islice(rows, streamed_rows or None))
@@ -317,6 +327,16 @@ def train_scene(options: TrainOptions) -> Scene:
             expected="float32 | bfloat16",
             do="Correct --dtype.",
         )
+    if not 0 < options.temperature < math.inf:
+        raise ConfigError(
+            "Heads can't be trained for this sampling temperature.",
+            given=f"{options.temperature:g}",
+            expected="a number above 0",
+            do=(
+                "Train at --temperature 1: at temperature 0 the engine drafts these heads' most"
+                " likely tokens."
+            ),
+        )
     return read_scene(
         options.model,
         options.data,
@@ -338,10 +358,14 @@ def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
     """
     options = replace(options, model=described_by(options.model))
     scene = train_scene(options)
-    model = AutoConfig.from_pretrained(options.model)
+    whole = AutoConfig.from_pretrained(options.model)
+    kind = (
+        AutoModelForImageTextToText if whole.model_type in VISION_FAMILIES else AutoModelForCausalLM
+    )
     # On the meta device, parameters are counted without using memory.
     with torch.device("meta"):
-        actor = sum(p.numel() for p in AutoModelForCausalLM.from_config(model).parameters())
+        actor = sum(p.numel() for p in kind.from_config(whole).parameters())
+    model = whole.get_text_config()
     config = options.sizes(model.hidden_size, model.vocab_size)
     with torch.device("meta"):
         parameters = sum(p.numel() for p in MedusaHeads(config).parameters())

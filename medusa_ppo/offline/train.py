@@ -52,6 +52,7 @@ from medusa_ppo.offline.data_parallel import (
     TrainingWorker,
     TrainingWorkers,
     deal_parts,
+    gpus_for_workers,
     running_workers,
 )
 from medusa_ppo.offline.options import TrainOptions
@@ -83,6 +84,8 @@ SAVE_EVERY_S = 30.0
 # Compared like a setting, so that a folder in another release's format is refused.
 RESUME_FORMAT = 2
 POSITION = "position"
+BEST_PREFIX = ".best-"
+"""Folders in OUT where the best heads are written before they replace the ones there."""
 UNREADABLE, BEGIN_ANEW = "The interrupted training can't be read.", "Start over with --fresh."
 
 Line = dict[str, Any]
@@ -100,10 +103,13 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
         CheckpointError: the state of an interrupted training is damaged.
     """
     resume = ResumeFolder(options.out, options)
+    if options.workers > 1:
+        gpus_for_workers(options.workers)
     if resume.found:
         progress.say(f"Continuing the interrupted training in {options.out} (--fresh starts over)")
     # Only after the settings were compared: they name the model as the user does.
     options = replace(options, model=as_transformers(options.model, options.out / MODEL_FOLDER))
+    resume.sweep()
     samples = resume.samples()
     if samples is None:
         scene = train_scene(options)
@@ -162,8 +168,8 @@ def gather_samples(
 def _responses(
     options: TrainOptions, scene: Scene, resume: ResumeFolder, progress: OfflineProgress
 ) -> list[Sample]:
-    if scene.skipped:
-        progress.say(f"{scene.skipped} prompts are too long and are left out")
+    if scene.left_out:
+        progress.say(scene.left_out)
     rounds = resume.rounds()
     done = [sum(sample.written for sample in part) for part in rounds]
     tokens = sum(done)
@@ -257,12 +263,8 @@ class _Run:
             progress.say(report.problem)
         spent_s = time.monotonic() - began
         judged = self._worker.judge()
-        wall_s = self.position.wall_s + time.monotonic() - began
-        line = _log_line(self.position.tokens + tokens, report, judged, wall_s, tokens / spent_s)
+        line = _log_line(self.position.tokens + tokens, report, judged, tokens / spent_s)
         self._lines.append(line)
-        log.write(json.dumps(line) + "\n")
-        # Flushed because people follow the log during the training.
-        log.flush()
         # `max` takes the earliest of equal lines, so heads that are no better are not written.
         if line is self.best:
             _keep_best(
@@ -271,10 +273,18 @@ class _Run:
                 self._worker.lm_head_VD,
                 _metadata(self._options, line),
             )
-        self.position = TrainPosition(self.position.parts + 1, line["tokens"], wall_s)
+        before_s = self.position.wall_s
+        # Taken only now: to write the heads of a large model takes longer than to train a part.
+        line["wall_s"] = before_s + time.monotonic() - began
+        log.write(json.dumps(line) + "\n")
+        # Flushed because people follow the log during the training.
+        log.flush()
+        self.position = TrainPosition(self.position.parts + 1, line["tokens"], line["wall_s"])
         advance(1, _note(line))
         if time.monotonic() - self._saved_at > SAVE_EVERY_S:
             self.save()
+            # So that --max-minutes counts the save as well.
+            self.position = self.position._replace(wall_s=before_s + time.monotonic() - began)
 
     def _reason_to_stop(self) -> str:
         if (
@@ -302,7 +312,7 @@ def _keep_best(
     The weights come first. Between the two replacements, a reader finds that the checksum in
     config.json is wrong, and so never uses a mixture.
     """
-    with tempfile.TemporaryDirectory(dir=out, prefix=".best-") as folder:
+    with tempfile.TemporaryDirectory(dir=out, prefix=BEST_PREFIX) as folder:
         save_heads(Path(folder) / "heads", heads, lm_head_VD=lm_head_VD, metadata=metadata)
         for file in ("model.safetensors", "config.json"):
             os.replace(Path(folder) / "heads" / file, out / file)
@@ -327,9 +337,8 @@ def _read_log(path: Path, count: int) -> list[Line]:
     return found
 
 
-def _log_line(
-    tokens: int, report: TrainReport, judged: ReplayResult, wall_s: float, tokens_per_s: float
-) -> Line:
+def _log_line(tokens: int, report: TrainReport, judged: ReplayResult, tokens_per_s: float) -> Line:
+    """A line of train.jsonl without `wall_s`, which is known once the part's heads are written."""
     return {
         "tokens": tokens,
         "loss": None if math.isnan(report.loss) else report.loss,
@@ -337,7 +346,6 @@ def _log_line(
         "replay_mean_acceptance_length": judged.mean_acceptance_length,
         "acceptance_per_position": list(judged.acceptance_per_position),
         "tokens_per_s": tokens_per_s,
-        "wall_s": wall_s,
     }
 
 
@@ -368,7 +376,7 @@ class TrainPosition(NamedTuple):
     Attributes:
         parts: number of parts trained so far; each has one line in train.jsonl.
         tokens: response tokens trained on so far, counted again in every epoch.
-        wall_s: seconds of training, interruptions not counted.
+        wall_s: seconds of training and of writing what was trained, interruptions not counted.
     """
 
     parts: int = 0
@@ -389,6 +397,7 @@ class ResumeFolder:
             ConfigError: the folder holds an interrupted training with other settings.
             CheckpointError: its settings can't be read.
         """
+        self._out = out
         self._folder = out / "resume"
         self._samples = self._folder / "samples.json"
         self._trainer = self._folder / "trainer.safetensors"
@@ -408,6 +417,11 @@ class ResumeFolder:
             write_atomic(
                 self._folder / "settings.json", json.dumps(self._settings, indent=1) + "\n"
             )
+
+    def sweep(self) -> None:
+        """Remove half-written heads of a training that was killed."""
+        for folder in self._out.glob(f"{BEST_PREFIX}*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def rounds(self) -> list[list[Sample]]:
         """The responses of the rounds that were complete before the interruption."""

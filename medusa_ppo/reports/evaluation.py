@@ -157,7 +157,12 @@ def headline(result: Figures) -> str:
         f"{result['mean_acceptance_length']:.3f} tokens a step (95 % interval {low:.3f} to"
         f" {high:.3f})"
     )
-    return f"{length}, {result['prompts']} prompts, {written}."
+    # Figures from before 0.4 don't say it.
+    left_out = result.get("prompts_left_out", 0)
+    prompts = f"{result['prompts']} prompts"
+    if left_out:
+        prompts += f" ({left_out} more were too long)"
+    return f"{length}, {prompts}, {written}."
 
 
 def method(result: Figures) -> str:

@@ -116,6 +116,12 @@ def test_long_texts_become_windows_that_lose_no_target(tokenizer: PreTrainedToke
         samples_from_texts(["1", "2"], tokenizer, 10, 0)
 
 
+def test_a_text_that_is_there_twice_has_one_number(tokenizer: PreTrainedTokenizerBase) -> None:
+    texts = ["what is 1 + 2?", "it is 3", "what is 1 + 2?"]
+    samples = samples_from_texts(texts, tokenizer, 1000, 0)
+    assert [sample.prompt for sample in samples] == [0, 1, 0]
+
+
 def test_a_hold_out_takes_whole_prompts_and_not_too_many_tokens() -> None:
     samples = [Sample((0,) * 11, ((1, 11),), n // 3) for n in range(60)]
     training, held = split_samples(samples, 0.1, 10_000, seed=0)

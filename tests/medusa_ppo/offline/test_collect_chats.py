@@ -8,7 +8,13 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from heads.errors import DataError, ModelError
-from medusa_ppo.offline.collect import Sample, chat_prompt, is_chat, samples_from_chats
+from medusa_ppo.offline.collect import (
+    Sample,
+    chat_prompt,
+    is_chat,
+    samples_from_chats,
+    split_samples,
+)
 
 CHAT = [
     {"role": "user", "content": "what is 1 + 2?"},
@@ -48,6 +54,44 @@ def test_a_turn_that_the_template_shows_otherwise_later_stands_alone(
         [f"so it is 3{end}"],
     ]
     assert {sample.prompt for sample in samples} == {0}, "they are never parted by a hold-out"
+
+
+def test_answers_to_one_question_are_on_one_side_of_a_hold_out(
+    chat_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """As data sets with several answers to each question have them, one a row."""
+    chats = [
+        [
+            {"role": "user", "content": f"what is {question} + 2?"},
+            {"role": "assistant", "content": f"it is {answer}"},
+            *CHAT[2:],
+        ]
+        for answer in range(8)
+        for question in range(10)
+    ]
+    samples = samples_from_chats(chats, chat_tokenizer, 200, 0)
+    assert len(samples) == 80 and {sample.prompt for sample in samples} == set(range(10))
+    training, held = (
+        {sample.ids[: sample.spans[0][0]] for sample in part}
+        for part in split_samples(samples, 0.3, 10_000, seed=0)
+    )
+    assert len(held) == 3 and len(training) == 7 and not held & training
+
+
+def test_conversations_that_begin_with_the_assistant_are_told_apart(
+    chat_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """By the first question, or by everything if there is none."""
+    greeting = [{"role": "system", "content": "1"}, {"role": "assistant", "content": "what?"}]
+    chats = [
+        [*greeting, *CHAT[:2]],
+        [*greeting, *CHAT[2:]],
+        [*greeting, *CHAT],
+        greeting,
+        [{"role": "assistant", "content": "it is 8"}],
+    ]
+    samples = samples_from_chats(chats, chat_tokenizer, 200, 0)
+    assert [sample.prompt for sample in samples] == [0, 1, 0, 2, 3]
 
 
 def test_what_the_generation_prompt_adds_and_the_turn_lacks_is_no_ones(

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from heads.checkpoint import load_heads
-from heads.errors import RunError
+from heads.errors import ConfigError, RunError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
-from medusa_ppo.offline.data_parallel import deal_parts
+from medusa_ppo.offline.data_parallel import TrainingWorkers, deal_parts, gpus_for_workers
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.train import ResumeFolder, TrainPosition, train_heads
 from medusa_ppo.runtime.console import OfflineProgress
@@ -80,6 +80,80 @@ def test_every_group_is_dealt_once_an_epoch_and_always_to_the_same_worker() -> N
         )
         assert all(share for part in epoch for share in part), "no worker is ever without work"
     assert first != second and first == deal_parts(11, 4, 2, seed=3, epoch=0)
+
+
+@pytest.mark.parametrize(
+    ("here", "cluster", "gpus"),
+    [
+        (0, None, 0),
+        (4, None, 1),
+        (0, {"CPU": 3.0}, 0),
+        (0, {"CPU": 64.0, "GPU": 8.0}, 1),  # The command runs on a node without GPUs.
+        (2, None, "GPU"),
+        (8, {"CPU": 64.0, "GPU": 2.0}, "GPU"),
+        (8, {"CPU": 64.0}, "GPU"),
+        (0, {"CPU": 2.0}, "CPU"),
+    ],
+)
+def test_more_workers_than_ray_has_gpus_are_refused(
+    here: int,
+    cluster: dict[str, float] | None,
+    gpus: int | str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ray would wait for ever for what it doesn't have."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: here > 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: here)
+    monkeypatch.setattr("ray.is_initialized", lambda: cluster is not None)
+    monkeypatch.setattr("ray.cluster_resources", lambda: cluster)
+    if isinstance(gpus, int):
+        assert gpus_for_workers(3) == gpus
+    else:
+        with pytest.raises(ConfigError, match=f"too few {gpus}s"):
+            gpus_for_workers(3)
+
+
+def test_they_are_refused_before_any_sequence_is_collected(
+    chain_actor: Path, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gather(*_: object) -> None:
+        raise AssertionError("collected")
+
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("medusa_ppo.offline.train.gather_samples", gather)
+    options = TrainOptions(
+        model=str(chain_actor),
+        data=str(questions),
+        out=tmp_path / "heads",
+        column="question",
+        workers=2,
+    )
+    with pytest.raises(ConfigError, match="--workers 2; Ray has 1 GPUs"):
+        train_heads(options, OfflineProgress(quiet=True))
+    assert not options.out.exists()
+
+
+def test_workers_that_ray_has_no_room_for_are_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Other jobs may hold the GPUs that Ray has."""
+    ended = []
+
+    class Host:
+        class __ray_ready__:
+            remote = staticmethod(lambda: "ready")
+
+    workers = object.__new__(TrainingWorkers)
+    workers._hosts = [Host(), Host()]
+    monkeypatch.setattr("ray.wait", lambda refs, num_returns, timeout: (refs[:1], refs[1:]))
+    monkeypatch.setattr("ray.kill", ended.append)
+    with pytest.raises(RunError, match="1 of 2 after"):
+        workers._wait_for_start()
+    assert len(ended) == 2
 
 
 @pytest.mark.slow

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from heads.acceptance import ReplayResult
+from heads.checkpoint import save_heads
 from heads.errors import ConfigError, DataError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
+from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.demo.task import build_tokenizer
@@ -193,3 +196,82 @@ def test_one_hot_drafts_have_no_memory(options: EvalOptions) -> None:
     with pytest.raises(ConfigError, match="--draft sampled"):
         one_hot = replace(options, draft="one-hot", earlier_responses=2)
         evaluate.evaluate_heads(one_hot, OfflineProgress(quiet=True))
+
+
+def two_ahead(model: PreTrainedModel, prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """A response whose tokens are those that fresh heads draft: what the model itself would say one
+    token earlier.
+    """
+    response = [5]
+    while len(response) < 8:
+        logits_BTV = model(torch.tensor([[*prompt, *response[:-1]]])).logits
+        response.append(int(logits_BTV[0, -1].argmax()))
+    return tuple(response)
+
+
+@torch.no_grad()
+def test_at_temperature_0_a_draft_is_accepted_if_it_is_the_token(options: EvalOptions) -> None:
+    """Whatever its log-prob is: vLLM gives that at temperature 1."""
+    heads = MedusaHeads(HeadsConfig(64, len(build_tokenizer()), 1, "medusa"))
+    groups = evaluate._groups(options, evaluate._read(options))
+    model = load_actor(options.model)
+    rounds = []
+    for seed, group in enumerate(groups):
+        # All but the first two responses are what the heads draft: four steps of two tokens.
+        some = answered(group, seed)
+        responses = tuple(
+            replace(one, token_ids=two_ahead(model, group.prompts[i]), logprobs=(-9.0,) * 8)
+            if i >= 2
+            else one
+            for i, one in enumerate(some.responses)
+        )
+        rounds.append(replace(some, responses=responses))
+
+    def measured(asked: EvalOptions) -> evaluate.MeasuredHeads:
+        quiet = OfflineProgress(quiet=True)
+        return evaluate._replayed(asked, [heads], groups, [], [rounds], quiet)[0][0]
+
+    greedy = measured(replace(options, temperature=0.0))
+    one_hot = measured(replace(options, draft="one-hot"))
+    # Of each group the second response is empty, and is left out.
+    accepted_S = greedy.result.accepted_SK[:, 0]
+    expected_S = torch.tensor([0.0, *[4.0] * 3] * 2, dtype=torch.float64)
+    torch.testing.assert_close(accepted_S, expected_S)
+    assert torch.equal(accepted_S, one_hot.result.accepted_SK[:, 0])
+    assert list(greedy.parts) == ["By place in the response, tokens"], "and it has no entropy"
+
+
+@pytest.mark.parametrize("temperatures", [(-1.0,), (1.0, math.nan), (math.inf,)])
+def test_a_temperature_that_is_none_is_refused(
+    options: EvalOptions, temperatures: tuple[float, ...]
+) -> None:
+    with pytest.raises(ConfigError, match="--temperatures"):
+        asked = replace(options, temperatures=temperatures)
+        evaluate.evaluate_heads(asked, OfflineProgress(quiet=True))
+
+
+def test_a_memory_at_temperature_0_is_for_an_engine(options: EvalOptions) -> None:
+    with pytest.raises(ConfigError, match="--engine vllm"):
+        asked = replace(options, temperature=0.0, earlier_responses=2)
+        evaluate.evaluate_heads(asked, OfflineProgress(quiet=True))
+
+
+def test_prompts_that_are_too_long_are_told(
+    options: EvalOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    vocabulary = len(build_tokenizer())
+    heads = MedusaHeads(HeadsConfig(64, vocabulary, 1, "medusa"))
+    save_heads(tmp_path / "heads", heads, lm_head_VD=torch.ones(vocabulary, 64))
+    with Path(options.data).open("a") as data:
+        data.write(json.dumps({"question": "2 + 2 " * 600, "kind": "even"}) + "\n")
+
+    def generate(asked: EvalOptions, groups: list[PromptGroup], *_: object) -> object:
+        return [], [[answered(group, seed) for seed, group in enumerate(groups)]]
+
+    monkeypatch.setattr(evaluate, "_generate", generate)
+    said_lines: list[str] = []
+    progress = OfflineProgress(quiet=True)
+    monkeypatch.setattr(progress, "say", said_lines.append)
+    result = evaluate.evaluate_heads(replace(options, heads=str(tmp_path / "heads")), progress)
+    assert (result["prompts"], result["prompts_left_out"]) == (10, 1)
+    assert "1 prompt is too long and left out" in said_lines

@@ -120,15 +120,19 @@ def described(data: bytes) -> Build:
     )
 
 
+def text(value: str) -> str:
+    """The pickle instruction for a text."""
+    return "X" + struct.pack("<I", len(value)).decode("latin1") + value
+
+
 def tensor_pickle(
-    shape: str, stride: str, offset: str = "K\x00", key: str = "0", items: str = "M\x00\x01"
+    shape: str, stride: str, offset: str = "K\x00", key: str = text("0"), items: str = "M\x00\x01"
 ) -> bytes:
-    """A dict with one tensor, its numbers as pickle instructions."""
+    """A dict with one tensor, its numbers and its storage's name as pickle instructions."""
     head = b"\x80\x02}X\x11\x00\x00\x000.0.linear.weightctorch._utils\n_rebuild_tensor_v2\n(("
     storage = (
-        b"X\x07\x00\x00\x00storagectorch\nFloatStorage\nX"
-        + struct.pack("<I", len(key))
-        + key.encode()
+        b"X\x07\x00\x00\x00storagectorch\nFloatStorage\n"
+        + key.encode("latin1")
         + b"X\x03\x00\x00\x00cpu"
     )
     numbers = (
@@ -237,7 +241,16 @@ PICKLES: dict[str, Build] = {
     ),
     "pt: negative stride": described(tensor_pickle("K\x10K\x10\x86", "J\xf0\xff\xff\xffK\x01\x86")),
     "pt: storage named by a path": described(
-        tensor_pickle("K\x10K\x10\x86", "K\x10K\x01\x86", key="../../config.json")
+        tensor_pickle("K\x10K\x10\x86", "K\x10K\x01\x86", key=text("../../config.json"))
+    ),
+    "pt: storage named by a tuple whose text is 2^60 long": described(
+        tensor_pickle("K\x10K\x10\x86", "K\x10K\x01\x86", key=")q\x00" + "h\x00\x86q\x00" * 60)
+    ),
+    "pt: storage named by tuples in tuples without end": described(
+        tensor_pickle("K\x10K\x10\x86", "K\x10K\x01\x86", key=")" + "\x85" * 150000)
+    ),
+    "pt: storage with a long name": described(
+        tensor_pickle("K\x10K\x10\x86", "K\x10K\x01\x86", key=text("0" * 1000))
     ),
     "pt: storage that is not as large as said": described(
         tensor_pickle("K\x10K\x10\x86", "K\x10K\x01\x86", items=BIG)
@@ -575,6 +588,9 @@ WORDS = {
     "pt: a tensor larger than its storage": "is outside its storage",
     "pt: negative offset": "with an impossible size",
     "pt: storage named by a path": "bytes are not in the file",
+    "pt: storage named by a tuple whose text is 2^60 long": "without a name",
+    "pt: storage named by tuples in tuples without end": "without a name",
+    "pt: storage with a long name": "without a name",
     "pt: a key twice": "'a' twice",
     "pt: zip bomb": "compressed",
     "pt: entry outside the folder": "'../../x'",

@@ -4,12 +4,16 @@ and says what is wrong.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +24,7 @@ from heads.errors import ConfigError, DataError
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.scene import find_source, plan_training, read_scene
-from medusa_ppo.offline.train import ResumeFolder, TrainPosition, train_heads
+from medusa_ppo.offline.train import ResumeFolder, TrainPosition, _keep_best, train_heads
 from medusa_ppo.runtime.console import OfflineProgress
 
 TIMES = ("tokens_per_s", "wall_s")
@@ -64,6 +68,10 @@ def interrupt_after(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
         return real(self, *arguments)
 
     monkeypatch.setattr(HeadsTrainer, "_step", step)
+
+
+def interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("cache_bytes", [1 << 30, 0])
@@ -167,6 +175,47 @@ def test_it_stops_at_the_target_and_at_the_time_and_goes_on_when_told(
     assert len(log(options)) == 12
 
 
+def test_the_time_counts_what_is_written(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that only writing moves: 10 s for the best heads, 100 s for a save."""
+    clock = SimpleNamespace(now=0.0)
+
+    def slow(writes: Callable[..., None], takes_s: float) -> Callable[..., None]:
+        def call(*arguments: Any) -> None:
+            writes(*arguments)
+            clock.now += takes_s
+
+        return call
+
+    module = "medusa_ppo.offline.train"
+    stopped_clock = SimpleNamespace(monotonic=lambda: clock.now + 1e-6 * next(ticks))
+    ticks = itertools.count()
+    monkeypatch.setattr(f"{module}.time", stopped_clock)
+    monkeypatch.setattr(f"{module}._keep_best", slow(_keep_best, 10.0))
+    monkeypatch.setattr(ResumeFolder, "save_trainer", slow(ResumeFolder.save_trainer, 100.0))
+    monkeypatch.setattr(f"{module}.SAVE_EVERY_S", -1.0)
+    train(replace(options, max_minutes=1.5))
+    lines = (options.out / "train.jsonl").read_text().splitlines()
+    assert [round(json.loads(line)["wall_s"]) for line in lines] == [10], "and then the time is up"
+
+
+def test_half_written_heads_of_a_killed_training_are_removed(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = options.out / ".best-a1b2c3" / "heads"
+    left.mkdir(parents=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        interrupt_after(2, patch)
+        train(options)
+    assert not left.parent.exists(), "at the beginning"
+    left.mkdir(parents=True)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("medusa_ppo.offline.train._Run.train", interrupted)
+        train(options)
+    assert not left.parent.exists(), "and when it is resumed"
+
+
 def test_streamed_data_is_read_only_as_far_as_it_is_needed(
     options: TrainOptions, questions: Path, tmp_path: Path
 ) -> None:
@@ -268,4 +317,16 @@ def test_the_plan_says_sizes_and_writes_nothing(options: TrainOptions) -> None:
         and "GFLOP/s" in plan["matrix rate here"]
         and "at least" in plan["training takes"]
     )
+    assert not options.out.exists()
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
+def test_heads_are_trained_for_a_temperature_above_0(
+    options: TrainOptions, temperature: float
+) -> None:
+    asked = replace(options, temperature=temperature)
+    with pytest.raises(ConfigError, match="above 0"):
+        train(asked)
+    with pytest.raises(ConfigError, match="above 0"):
+        plan_training(asked)
     assert not options.out.exists()

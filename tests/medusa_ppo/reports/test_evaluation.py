@@ -84,6 +84,13 @@ def test_markdown_holds_every_table() -> None:
         assert len({line.count("|") for line in table.splitlines()}) == 1, "a cell breaks the table"
 
 
+def test_prompts_that_are_left_out_are_told() -> None:
+    assert "99 prompts, 12,345" in markdown_report(result())
+    some = {**result(), "prompts_left_out": 7}
+    assert "99 prompts (7 more were too long), 12,345" in markdown_report(some)
+    assert "(7 more were too long)" in render_eval_page(some)
+
+
 def test_the_terminal_shows_the_same_figures() -> None:
     shown = "\n".join(lines(result()))
     assert (
