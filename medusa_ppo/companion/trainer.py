@@ -159,8 +159,13 @@ class HeadsTrainer:
         # One for each kind of device: to make one, all processes meet.
         if self.device.type not in self._groups:
             self._groups[self.device.type] = self.team.process_group(self.device)
-        group = self._groups[self.device.type]
-        return DistributedDataParallel(losses, process_group=group, init_sync=init_sync)
+        return DistributedDataParallel(
+            losses,
+            process_group=self._groups[self.device.type],
+            init_sync=init_sync,
+            # The cell of a single head takes no second step, so that matrix has no gradient.
+            find_unused_parameters=self.heads.config.num_heads == 1,
+        )
 
     def set_tables(
         self, lm_head_VD: torch.Tensor, embedding_VD: torch.Tensor | None = None

@@ -71,6 +71,26 @@ def test_two_workers_step_as_one_would_on_all_rows(
     )
 
 
+def test_a_single_head_with_a_cell_trains_in_a_team(in_a_team: Callable[..., list[Any]]) -> None:
+    """Its cell never takes a second step: one matrix has no gradient, for which DDP would wait."""
+    lm_head_VD = torch.randn(*SIZES, generator=torch.Generator().manual_seed(9))
+    sizes = HeadsConfig(SIZES[1], SIZES[0], 1, "hydra", context=2, feed_forward=1, copy_parts=1)
+
+    def steps(team: Meeting, rank: int) -> int:
+        torch.manual_seed(0)
+        config = CompanionConfig(loss="ce_tv", batch_positions=8, epochs=1)
+        trainer = HeadsTrainer(
+            MedusaHeads(sizes), lm_head_VD, config, seed=0, embedding_VD=lm_head_VD
+        )
+        trainer.join(team)
+        report = trainer.train_batch(random_batch([12, 12], rank))
+        assert not report.problem
+        return trainer.optimizer_steps
+
+    first, second = in_a_team(steps)
+    assert first == second >= 2
+
+
 def test_every_group_is_dealt_once_an_epoch_and_always_to_the_same_worker() -> None:
     first, second = (deal_parts(11, 4, 2, seed=3, epoch=epoch) for epoch in (0, 1))
     for epoch in (first, second):
