@@ -126,6 +126,9 @@ class RecordingCompanion:
         self.turns.append(seconds)
         return True
 
+    def most_rows(self) -> int:
+        return 1 << 20
+
     def collector(self, rollouts: Rollouts) -> BatchCollector:
         return BatchCollector(rollouts)
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from medusa_ppo.companion.companion_server import CompanionServer
 from medusa_ppo.companion.desk import CompanionDesk
-from medusa_ppo.companion.wire import unpack
+from medusa_ppo.companion.parts_wire import with_logprobs
+from medusa_ppo.companion.wire import TableRows, unpack
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.loops import served_companion
@@ -29,11 +30,13 @@ def desk_config(folder: Path, companion: Mapping[str, Any] | None = None, **engi
 class ServedDesk:
     """
     Attributes:
-        seen: batches as they reached the training.
+        seen: batches as they reached the training, with the log-probs that it computes first.
+        tables: the actor's tables as of the last batch, whole or the rows that it needs.
     """
 
     desk: CompanionDesk
     address: str
+    tables: Any
     seen: list[RolloutBatch] = field(default_factory=list)
 
 
@@ -53,12 +56,16 @@ def served_desk(
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     assert until(lambda: bool(server.port) or not thread.is_alive())
-    served = ServedDesk(holder.desk, f"http://127.0.0.1:{server.port}")
+    served = ServedDesk(holder.desk, f"http://127.0.0.1:{server.port}", tables)
     take = holder.desk._service.submit
 
-    def submit(packed: Any, tables: Any = None) -> int:
-        served.seen.append(unpack(packed))
-        return int(take(packed, tables))
+    def submit(packed: Any, tables: Any = None, *, missing: Any = ()) -> int:
+        if tables is not None:
+            served.tables = unpack(tables)
+        rows = isinstance(served.tables, TableRows)
+        lm_head_VD = served.tables.lm_head_RD if rows else served.tables[0]
+        served.seen.append(with_logprobs(unpack(packed), missing, lm_head_VD))
+        return int(take(packed, tables, missing=missing))
 
     try:
         with replaced(holder.desk._service, "submit", submit):

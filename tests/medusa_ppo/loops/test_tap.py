@@ -109,7 +109,7 @@ def test_what_the_pass_computed_arrives(
 
 @torch.no_grad()
 def test_a_loop_without_a_line_of_its_own(
-    served: tuple[Any, str], seen: list[RolloutBatch], actor: LlamaForCausalLM
+    whole: ServedDesk, served: tuple[Any, str], seen: list[RolloutBatch], actor: LlamaForCausalLM
 ) -> None:
     logprobs = [[-0.5] * len(answer) for answer in COMPLETIONS]
     with CompanionTap(actor, served[1]) as tap:
@@ -125,12 +125,15 @@ def test_a_loop_without_a_line_of_its_own(
     assert bool((first.logprobs_M == -0.5).all())
     assert (first.policy_version, second.policy_version) == (0, 1)
     assert served[0].wish().tables_version == 1
-    torch.testing.assert_close(served[0]._tables[0], actor.lm_head.weight.cpu())
+    torch.testing.assert_close(whole.tables[0], actor.lm_head.weight.cpu())
 
 
 @torch.no_grad()
 def test_tables_are_read_only_for_rows_that_are_wanted(
-    served: tuple[Any, str], actor: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+    whole: ServedDesk,
+    served: tuple[Any, str],
+    actor: LlamaForCausalLM,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """While the companion wants nothing, an update costs nothing; then those tables are read that
     the pass is about to use.
@@ -165,7 +168,7 @@ def test_tables_are_read_only_for_rows_that_are_wanted(
             score(actor, [0, 1, 2])
         assert tap.drain(30) and (tap.sent, tap.problem) == (1, "")
     assert len(reads) == 2, "once more, for the only rows that were wanted"
-    torch.testing.assert_close(served[0]._tables[0], actor.lm_head.weight.cpu())
+    torch.testing.assert_close(whole.tables[0], actor.lm_head.weight.cpu())
     assert served[0].wish().tables_version == 3
 
 
