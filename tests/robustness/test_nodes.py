@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,10 +22,8 @@ import pytest
 from medusa_ppo.companion.companion_link import COMPANION_TOKEN
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.feeds.http_feed import FEED_TOKEN
-from medusa_ppo.loops.worker_tap import COMPANION
 from medusa_ppo.reports.store import read_run
 from medusa_ppo.runtime.control_guard import TOKEN
-from medusa_ppo.vllm_plugin.speculation import FEED
 from tests.medusa_ppo.loops import test_trl_grpo
 
 FOLDER = Path(__file__).resolve().parent
@@ -86,24 +83,10 @@ def serve(node: Any, *words: str, port: int, host: str) -> None:
 
 
 class Cluster:
-    """Two nodes in one Ray, and a loop on the first one.
+    """Two nodes in one Ray, and a loop on the first one."""
 
-    Args:
-        cpus, gpus: what Ray is told that each node has.
-        environment: of all that runs there, beside ENVIRONMENT.
-    """
-
-    def __init__(
-        self,
-        nodes: Any,
-        actor: Path,
-        cpus: int = 2,
-        gpus: int = 0,
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, nodes: Any, actor: Path) -> None:
         self.nodes = nodes
-        self._sizes = [f"--num-cpus={cpus}", f"--num-gpus={gpus}"]
-        self.environment = {**ENVIRONMENT, **(environment or {})}
         shutil.copytree(actor, nodes.head.tmp / "actor")
         shutil.copytree(actor, nodes.shared / "actor")
         self._ray(nodes.head, "--head", f"--port={RAY_PORT}")
@@ -117,12 +100,13 @@ class Cluster:
                 *(*RAY, "start", *words),
                 f"--node-ip-address={node.address}",
                 f'--resources={{"{node.name}": 1}}',
-                *self._sizes,
+                "--num-cpus=2",
+                "--num-gpus=0",
                 "--object-store-memory=300000000",
                 "--disable-usage-stats",
                 *(["--include-dashboard=false"] if "--head" in words else []),
             ],
-            self.environment,
+            ENVIRONMENT,
         )
         assert process.wait(120) == 0, node.log("ray.log")
 
@@ -175,27 +159,21 @@ def with_ray_feed(cluster: Cluster, engine: str) -> None:
 
 def with_http_feed(cluster: Cluster, engine: str) -> None:
     """The companion is a process of its own, which only the loop's node reaches."""
-    companion, feed = serve_companion(cluster.nodes.head, "127.0.0.1")
-    cluster.begin(engine=engine, companion=companion, feed=feed)
-
-
-def serve_companion(node: Any, host: str, **settings: Any) -> tuple[str, str]:
-    """A companion and a feed of their own on a node; their addresses. The heads to start with are
-    in its /tmp/heads.
-    """
-    feed = f"http://{node.address}:{FEED_PORT}"
-    words = ["feed", "serve", "/tmp/feed", "--host", node.address, "--port", str(FEED_PORT)]
-    serve(node, *words, port=FEED_PORT, host=node.address)
+    address = cluster.nodes.head.address
+    feed = f"http://{address}:{FEED_PORT}"
+    words = ["feed", "serve", "/tmp/feed", "--host", address, "--port", str(FEED_PORT)]
+    serve(cluster.nodes.head, *words, port=FEED_PORT, host=address)
     places = ["--model", "/tmp/actor", "--heads", "/tmp/heads", "--feed", feed]
-    told = [f"companion.{name}={value}" for name, value in (SETTINGS | settings).items()]
+    settings = [f"companion.{name}={value}" for name, value in SETTINGS.items()]
     serve(
-        node,
-        *("companion", "serve", *places, "--host", host, "--port", str(COMPANION_PORT)),
-        *("heads.num_heads=3", "companion.num_gpus=0", *told),
+        cluster.nodes.head,
+        *("companion", "serve", *places, "--port", str(COMPANION_PORT)),
+        *("heads.num_heads=3", "companion.num_gpus=0", *settings),
         port=COMPANION_PORT,
-        host=host,
+        host="127.0.0.1",
     )
-    return f"http://{host}:{COMPANION_PORT}", feed
+    companion = f"http://127.0.0.1:{COMPANION_PORT}"
+    cluster.begin(engine=engine, companion=companion, feed=feed)
 
 
 FEEDS: dict[str, Callable[[Cluster, str], None]] = {"ray": with_ray_feed, "http": with_http_feed}
@@ -348,62 +326,3 @@ def test_trl_trains_on_one_node_and_its_server_is_on_another(
     assert steps[-1][f"medusa/{names.MAL_SERVING}"] > steps[0][f"medusa/{names.MAL_SERVING}"] + 0.2
     assert all(abs(row["sampling/importance_sampling_ratio/mean"] - 1) < 0.02 for row in steps)
     assert "medusa-ppo-received-" not in left
-
-
-@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
-def test_verl_trains_on_two_nodes(nodes_module: ModuleType, chain_actor: Path, mode: str) -> None:
-    """The real verl, with a worker (FSDP2 over gloo) and a vLLM server on each node. Both workers
-    are tapped for a companion on the first node, and both servers load what its feed has. In the
-    environment of verl: make test-contracts LOOP=verl.
-    """
-    pytest.importorskip("verl", reason="verl has an environment of its own: make test-contracts")
-    from tests.contracts import test_verl_training as verl
-
-    folder = Path(verl.__file__).parent
-    head = {
-        "PYTHONPATH": os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(folder)]),
-        "GLOO_SOCKET_IFNAME": "cable",
-        "VLLM_LOGGING_LEVEL": "INFO",
-        COMPANION: f"http://{nodes_module.NETWORK}.1:{COMPANION_PORT}",
-        FEED: f"http://{nodes_module.NETWORK}.1:{FEED_PORT}",
-        **verl.environment(Path("/mnt")),
-    }
-    spec = "actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
-    ours = {
-        "trainer.v1.trainer_mode": mode,
-        f"+{spec}.method": "medusa",
-        f"+{spec}.model": "/tmp/heads",
-        f"+{spec}.num_speculative_tokens": 3,
-        "actor_rollout_ref.rollout.disable_log_stats": False,
-        "actor_rollout_ref.rollout.calculate_log_probs": True,
-        "trainer.nnodes": 2,
-        "trainer.total_epochs": 3,
-        "trainer.total_training_steps": STEPS,
-        "trainer.save_freq": -1,
-        "ray_kwargs.ray_init.num_cpus": "null",
-        "hydra.run.dir": "/tmp/hydra",
-    }
-    with nodes_module.separate_nodes() as nodes:
-        cluster = Cluster(nodes, chain_actor, 16, 1, head)
-        companion, _ = serve_companion(nodes.head, nodes.head.address, epochs=8)
-        assert companion == head[COMPANION]
-        shutil.copytree(nodes.head.tmp / "heads", nodes.other.tmp / "heads")
-        verl.words(nodes.shared)
-        theirs = {
-            name: value
-            for name, value in verl.settings(Path("/mnt/actor"), Path("/mnt"), 1).items()
-            if not name.startswith(("+medusa", "+ray_kwargs"))
-        }
-        words = [sys.executable, "-m", "verl.trainer.main_ppo"]
-        words += [f"{name}={value}" for name, value in (theirs | ours).items()]
-        environment = {**cluster.environment, "RAY_ADDRESS": f"{nodes.head.address}:{RAY_PORT}"}
-        cluster.loop = nodes.head.start("loop.log", words, environment)
-        assert cluster.loop.wait(2 * LONGEST_S) == 0, cluster.said()[-6000:]
-        said = cluster.said()
-        companion_said = nodes.head.log(f"port-{COMPANION_PORT}.log", 1 << 20)
-        steps = (nodes.shared / "verl.jsonl").read_text().splitlines()
-    print(said[-20000:])
-    print(companion_said[-5000:])
-    assert len(steps) == STEPS
-    for node in ("head", "other"):
-        assert node
