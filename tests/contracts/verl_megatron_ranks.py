@@ -141,6 +141,7 @@ def score(
         cpu.load_llama(model, source)
         engine = engine_of(model.eval(), packed)
         worker = worker_of(engine)
+        worker.medusa_expect(1 << 20)
         output = worker.compute_log_prob(batch(rows or ROWS, **settings))
         wanted = WantedRows(torch.tensor([0, 3]), embedding=True)
         taken = worker.medusa_take(3, wanted)
@@ -178,7 +179,9 @@ def unchanged(source: Any) -> dict[str, Any]:
         cpu.load_llama(model, source)
         engine = engine_of(model.eval(), True)
         plain = RankActor(engine).infer_batch(batch(ROWS, **settings))
-        tapped = worker_of(engine).compute_log_prob(batch(ROWS, **settings))
+        worker = worker_of(engine)
+        worker.medusa_expect(1 << 20)
+        tapped = worker.compute_log_prob(batch(ROWS, **settings))
     if plain is None or tapped is None:
         return {"same": plain is tapped}
     return {"same": torch.equal(plain["log_probs"].values(), tapped["log_probs"].values())}
