@@ -50,6 +50,7 @@ from medusa_ppo.plugin import AnyPlugin, MedusaPlugin, NoPlugin
 from medusa_ppo.plugin.medusa_plugin import initial_heads
 from medusa_ppo.plugin.warm_up import FOLDER as WARM_UP_FOLDER
 from medusa_ppo.plugin.warm_up import WarmUpReport
+from medusa_ppo.reports.run_files import COMPANION_FOLDER, HEADS_FOLDER
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.hardware import gpu_places, gpus_beside, visible_gpus
@@ -61,9 +62,6 @@ SPECULATION = ("speculative_config", "additional_config")
 """The arguments of our own engines without which no engine drafts with our heads."""
 OURS = (*SPECULATION, "worker_extension_cls", "disable_log_stats")
 """Those that an engine needs so that a loop's process can call it."""
-FINAL_HEADS = "heads-final"
-COMPANION_FOLDER = "companion"
-"""Folder within the run's, where the companion keeps its state."""
 READ_ROWS = 8
 """Number of a warm-up's responses that the actor scores at once."""
 
@@ -445,7 +443,7 @@ class Attachment:
 
     def _finish(self) -> str:
         assert self._writer is not None, "begin() has made it"
-        heads = self.plugin.save_heads(self.folder / FINAL_HEADS)
+        heads = self.plugin.save_heads(self.folder / HEADS_FOLDER)
         self._writer.finish()
         return str(heads)
 
@@ -617,7 +615,7 @@ class DraftingEngine:
     def close(self) -> None:
         """Save the heads, and end what was started here."""
         # Saved first: the companion has the newest heads, and the stack ends it.
-        self.plugin.save_heads(self._folder / FINAL_HEADS)
+        self.plugin.save_heads(self._folder / HEADS_FOLDER)
         self.plugin = NoPlugin()  # close() may be called again.
         self._stack.close()
 

@@ -35,11 +35,12 @@ from medusa_ppo.ppo.placement import ACTOR, REWARD
 from medusa_ppo.ppo.rewards import earned_by_steps, token_texts
 from medusa_ppo.ppo.rollout_maker import RolloutMaker
 from medusa_ppo.ppo.run_progress import PeakMemory, ProgressSink
-from medusa_ppo.ppo.run_state import COMPANION_FOLDER, RunPosition, keep_best, try_save
+from medusa_ppo.ppo.run_state import RunPosition, keep_best, try_save
 from medusa_ppo.ppo.run_warm_up import warm_up  # medusa
 from medusa_ppo.ppo.scores import Scores
 from medusa_ppo.ppo.session import Parts, RunSession
 from medusa_ppo.reports.findings import LOGPROB_GAP_NATS
+from medusa_ppo.reports.run_files import COMPANION_FOLDER
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime.hardware import settled
 

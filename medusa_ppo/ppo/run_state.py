@@ -56,6 +56,7 @@ from medusa_ppo.ppo.long_tail import Carried, read_carried, save_carried
 from medusa_ppo.reports.run_files import (
     BEST_FOLDER,
     CHECKPOINT_FOLDER,
+    COMPANION_FOLDER,
     KEPT_FOLDER,
     METRICS_FILE,
 )
@@ -64,7 +65,6 @@ from medusa_ppo.reports.trackers import plain
 logger = logging.getLogger(__name__)
 
 FOLDER = CHECKPOINT_FOLDER
-COMPANION_FOLDER = "companion"
 VERSIONS_FOLDER = "heads"
 """Folder of the heads that the companion has published."""
 STATE_FILE = "state.json"

@@ -43,7 +43,12 @@ from medusa_ppo.ppo.rewards import RewardSource, is_model, make_reward
 from medusa_ppo.ppo.role_checks import check_roles
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition
-from medusa_ppo.reports.run_files import ACTOR_FOLDER, HEADS_FOLDER, METRICS_FILE
+from medusa_ppo.reports.run_files import (
+    ACTOR_FOLDER,
+    COMPANION_FOLDER,
+    HEADS_FOLDER,
+    METRICS_FILE,
+)
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.reports.trackers import TrackerGroup, check_trackers, start_trackers
 from medusa_ppo.runtime.files import OwnedFolder
@@ -137,7 +142,7 @@ class RunSession:
             resume_step=next_step,
             copy=lines,
             # Before the companion starts, which writes there.
-            moves=(run_state.COMPANION_FOLDER, run_state.VERSIONS_FOLDER),
+            moves=(COMPANION_FOLDER, run_state.VERSIONS_FOLDER),
         )
         if not resume and not warmed_up:  # Left by an earlier run in this folder.
             remove_directory(config.run_dir / WARM_UP_FOLDER)
@@ -377,7 +382,7 @@ class RunSession:
         if not config.ppo.checkpoint_every:
             return
         if config.companion.wait:
-            parts.plugin.save(config.run_dir / run_state.COMPANION_FOLDER)
+            parts.plugin.save(config.run_dir / COMPANION_FOLDER)
         run_state.save_checkpoint(
             config.run_dir, parts.learner, position, config, parts.remembered()
         )

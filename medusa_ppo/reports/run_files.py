@@ -29,6 +29,8 @@ CHECKPOINT_FOLDER = "checkpoint"
 ACTOR_FOLDER = "actor"
 HEADS_FOLDER = "heads-final"
 """Folders of the actor and the heads at the run's end."""
+COMPANION_FOLDER = "companion"
+"""Folder where the companion keeps its state."""
 # Columns of the rollout files, besides step, policy_version, temperature, top_p and top_k.
 PROMPT_IDS = "prompt_ids"
 RESPONSE_IDS = "response_ids"

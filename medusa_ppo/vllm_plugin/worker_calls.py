@@ -69,13 +69,12 @@ def always_answers(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[
     vLLM raises at the first rank that failed and leaves the other ranks' answers in their queues,
     where its next call would take them for its own: that ends an engine of several ranks.
     """
+    reporting = reports_errors(method)
 
     @functools.wraps(method)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         try:
-            return method(self, *args, **kwargs)
-        except MedusaError as error:
-            return _as_data(error)
+            return reporting(self, *args, **kwargs)
         except Exception as error:
             logger.exception("%s failed; the engine goes on without it.", method.__name__)
             return _as_data(

@@ -455,20 +455,24 @@ def test_a_new_run_in_an_old_folder_takes_nothing_from_it(chain, tmp_path: Path)
     crashed.close()
 
 
+def counted_moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Where the cycle's tensors move from now on."""
+    moves: list[str] = []
+    move = Cycle.move_to
+
+    def moved(self: Cycle, device: torch.device) -> None:
+        moves.append("host" if device is HOST else "gpu")
+        move(self, device)
+
+    monkeypatch.setattr(Cycle, "move_to", moved)
+    return moves
+
+
 def test_the_gpu_is_left_to_others_between_batches(chain, tmp_path: Path, monkeypatch) -> None:
     """What is mocked: the GPU. Its device is the CPU too, so moves are counted by where they go;
     the cycle and the training are real.
     """
-    moves: list[str] = []
-    move = Cycle.move_to
-    monkeypatch.setattr(
-        Cycle,
-        "move_to",
-        lambda self, device: (
-            moves.append("host" if device is HOST else "gpu"),
-            move(self, device),
-        )[1],
-    )
+    moves = counted_moves(monkeypatch)
     task = chain()
     batches = [task.batch() for _ in range(6)]
     service = CompanionService(arguments_for(task, tmp_path, num_gpus=0.5), tables_of(task))
@@ -625,16 +629,7 @@ def test_after_an_error_too_the_gpu_is_left_to_the_loop(
     """What is mocked: the GPU, as above. A batch that ran out of its memory left the heads, the
     optimizer and the tables there until the next batch.
     """
-    moves: list[str] = []
-    move = Cycle.move_to
-    monkeypatch.setattr(
-        Cycle,
-        "move_to",
-        lambda self, device: (
-            moves.append("host" if device is HOST else "gpu"),
-            move(self, device),
-        )[1],
-    )
+    moves = counted_moves(monkeypatch)
     task = chain()
     service = CompanionService(arguments_for(task, tmp_path, num_gpus=0.1), tables_of(task))
 
