@@ -189,7 +189,7 @@ def mark_phases() -> None:
         (runner, "execute_model", PHASE + "model"),
         (runner, "sample_tokens", PHASE + "sample and draft"),
         (v2_sampler.RejectionSampler, "__call__", PHASE + "  verification"),
-        (speculator.DraftsToVerify, "table", PHASE + "    table of q"),
+        (speculator.DraftsToVerify, "by_row", PHASE + "    rows of q"),
         (speculator.MedusaSpeculator, "propose", PHASE + "  drafting"),
     ):
         setattr(owner, method, named(name, getattr(owner, method)))

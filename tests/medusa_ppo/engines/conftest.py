@@ -145,13 +145,19 @@ def assert_greedy(
         assert apart < tied, f"token {at} of a response: {apart} nats"
 
 
-def drafted_nothing(rollouts: Rollouts, serving: str) -> bool:
-    """Whether heads drafted nothing. On a GPU vLLM caches prompts; a request that lacks only one
-    token of its prompt gets placeholders in its first step, which vLLM counts as drafts.
+def most_placeholders(rollouts: Rollouts, serving: str) -> int:
+    """Draft tokens that vLLM may count though no head drafted them. On a GPU it caches prompts; a
+    request that lacks only one token of its prompt gets as many placeholders in its first step as
+    the engine has heads, whatever number of drafts is asked for.
     """
+    return 0 if serving == CPU else HEADS * len(rollouts.responses)
+
+
+def drafted_nothing(rollouts: Rollouts, serving: str) -> bool:
+    """Whether heads drafted nothing, so that only placeholders were counted."""
     counters = rollouts.counters
-    most = 0 if serving == CPU else len(rollouts.responses)
-    return counters.drafts <= most and counters.accepted == 0
+    most = most_placeholders(rollouts, serving)
+    return counters.draft_tokens <= most and counters.accepted == 0
 
 
 def tiny_llama(tied: bool = False) -> LlamaForCausalLM:

@@ -39,6 +39,7 @@ from tests.medusa_ppo.engines.conftest import (
     assert_greedy,
     drafted_nothing,
     honesty_z,
+    most_placeholders,
     sampled_rows,
 )
 from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
@@ -113,7 +114,8 @@ def test_greedy_tokens_are_the_same_with_and_without_drafting(
     assert drafting.counters.accepted > 50
     assert drafting.counters.accepted == sum(drafting.counters.accepted_per_position)
     assert drafted_nothing(results[0], serving)
-    assert results[2].counters.draft_tokens == 2 * results[2].counters.drafts
+    placeholders = results[2].counters.draft_tokens - 2 * results[2].counters.drafts
+    assert 0 <= placeholders <= most_placeholders(results[2], serving)
     assert results[2].counters.accepted_per_position[2:] == (0, 0)
     assert (drafting.num_drafts, results[0].num_drafts) == (4, 0)
 
