@@ -66,12 +66,13 @@ PARTS = (
     ),
     TestPart(
         "training",
-        "heads and PPO learn on the GPU, hidden states reach the host, and roles that take turns"
-        " leave nothing behind",
+        "heads, PPO and the demo's actor learn on the GPU, hidden states reach the host, and roles"
+        " that take turns leave nothing behind",
         (
             *_under("actors", "hf"),
             *_under("companion", "collector", "trainer"),
             *_under("ppo", "learner", "placement"),
+            *_under("demo", "pretrain"),
         ),
         f"{ONE} and {QUICK}",
         1,

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import torch
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from medusa_ppo.demo.dtype_choice import LEAST_GAIN, UPDATE, time_bfloat16
@@ -25,6 +26,11 @@ logger = logging.getLogger(__name__)
 
 RECORD = "actor.json"
 """File beside the weights: the recipe, the note, and the checksum of every other file."""
+
+MOST_THREADS = 16
+"""Threads that train it on a CPU. Its products are small: on many cores they would wait for each
+other at the end of each.
+"""
 
 _SAMPLE = 64
 """Documents that represent the text in the cache's key: a different task makes a different
@@ -68,13 +74,19 @@ def ensure_demo_actor(
         if small is not None:
             model = grow(LlamaForCausalLM.from_pretrained(small), recipe.grown_to)
         else:
+            on_gpu = torch.cuda.is_available()
             model = train_actor(
                 recipe,
                 tokenizer,
                 progress=progress,
                 partial=partial,
-                threads=usable_cores(),
-                bfloat16=time_bfloat16().ratios[UPDATE] < LEAST_GAIN,
+                threads=min(usable_cores(), MOST_THREADS),
+                bfloat16=(
+                    torch.cuda.is_bf16_supported(including_emulation=False)
+                    if on_gpu
+                    else time_bfloat16().ratios[UPDATE] < LEAST_GAIN
+                ),
+                device="cuda" if on_gpu else "cpu",
             )
         _install(folder, model, tokenizer, recipe)
         partial.unlink(missing_ok=True)

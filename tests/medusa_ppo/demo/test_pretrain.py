@@ -37,11 +37,12 @@ class _Stop(Exception):
 
 @pytest.mark.parametrize("bfloat16", [False, True])
 def test_the_loss_falls_and_progress_is_told(
-    tokenizer: PreTrainedTokenizerBase, bfloat16: bool
+    tokenizer: PreTrainedTokenizerBase, device: torch.device, bfloat16: bool
 ) -> None:
     seen: list[PretrainStatus] = []
-    actor = train_actor(MICRO, tokenizer, progress=seen.append, bfloat16=bfloat16)
-    assert {parameter.dtype for parameter in actor.parameters()} == {torch.float32}
+    actor = train_actor(MICRO, tokenizer, progress=seen.append, bfloat16=bfloat16, device=device)
+    kinds = {(parameter.dtype, parameter.device.type) for parameter in actor.parameters()}
+    assert kinds == {(torch.float32, "cpu")}
     assert [status.done for status in seen] == list(range(1, MICRO.steps + 1))
     assert {status.total for status in seen} == {MICRO.steps}
     assert seen[-1].eta_s == 0.0 and seen[0].eta_s > 0.0
@@ -64,7 +65,10 @@ def test_the_same_recipe_gives_the_same_actor_and_spares_global_state(
 
 
 def test_an_interrupted_training_ends_with_the_same_actor(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pretrain, "SAVE_EVERY_S", 0.0)
     partial = tmp_path / "actor.partial"
@@ -74,15 +78,16 @@ def test_an_interrupted_training_ends_with_the_same_actor(
             raise _Stop
 
     with pytest.raises(_Stop):
-        train_actor(MICRO, tokenizer, progress=stop_after_ten, partial=partial)
+        train_actor(MICRO, tokenizer, progress=stop_after_ten, partial=partial, device=device)
     assert partial.is_file()
     seen: list[PretrainStatus] = []
-    resumed = train_actor(MICRO, tokenizer, progress=seen.append, partial=partial)
+    resumed = train_actor(MICRO, tokenizer, progress=seen.append, partial=partial, device=device)
     assert seen[0].done == 11
-    straight = train_actor(MICRO, tokenizer)
-    assert all(
-        torch.equal(a, b) for a, b in zip(resumed.parameters(), straight.parameters(), strict=True)
-    )
+    straight = train_actor(MICRO, tokenizer, device=device)
+    # On a GPU the backward pass of attention sums in another order each time.
+    apart = 0.0 if device.type == "cpu" else 1e-3
+    for ours, theirs in zip(resumed.parameters(), straight.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.0, atol=apart)
 
 
 @pytest.mark.parametrize(

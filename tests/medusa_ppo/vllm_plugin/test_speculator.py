@@ -55,10 +55,15 @@ FORMS = {
     "copying": (3, 2, "v2"),
     "ahead": (3, 2, "v2-ahead"),
 }
-"""Pairs of a context, parts of the attention that copies, and how steps are scheduled."""
+"""A context, parts of the attention that copies, and how steps are scheduled."""
 
 
-@pytest.fixture(scope="module", params=FORMS.values(), ids=FORMS)
+def in_one_process(name: str) -> Any:
+    """With `pytest -n 2 --dist loadgroup` forms that read the same run stay together."""
+    return pytest.param(FORMS[name], marks=pytest.mark.xdist_group(f"{FORMS[name][1]} parts"))
+
+
+@pytest.fixture(scope="module", params=map(in_one_process, FORMS), ids=FORMS)
 def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
     context, copy_parts, runner = request.param
     if runner == "v2-ahead" and not schedules_ahead(vllm_version()):
