@@ -115,9 +115,7 @@ test-chaos: setup  ## A run under 35 kinds of faults, each TIMES=1 times: 15 to 
 
 # What has to hold with every vLLM that we allow.
 RUNNER ?= v1
-T ?= $(if $(filter v2,$(RUNNER)),tests/medusa_ppo/vllm_plugin/test_speculator.py,tests/medusa_ppo/drafting tests/medusa_ppo/vllm_plugin tests/medusa_ppo/engines)
-# V2's own file has two groups that need nothing of each other; in other files an engine is shared.
-GROUPS := $(if $(filter v2-file,$(RUNNER)-$(origin T)),-n 2 --dist loadgroup)
+T ?= $(if $(filter v2,$(RUNNER)),$(wildcard tests/medusa_ppo/vllm_plugin/test_speculator*.py),tests/medusa_ppo/drafting tests/medusa_ppo/vllm_plugin tests/medusa_ppo/engines)
 # Stock Triton interprets V2's kernels on a CPU. Beside the environment, not in it: vLLM's CPU build changes when it finds a Triton.
 TRITON := $(VENV)/triton
 
@@ -126,7 +124,7 @@ test-vllm: $(if $(VLLM),setup) $(if $(filter v2,$(RUNNER)),$(TRITON)/.setup)  ##
 	[ $(RUNNER) = v1 ] || export WITH_TRITON=:$$(cd $(TRITON) && pwd)
 	# Two processes: the slow ones end engines, and with them what the shared engine stands on.
 	red=0
-	for set in "not slow and not gpu" "slow and not gpu"; do PYTHONPATH=$$PWD$${WITH_TRITON:-} $(BIN)/python -m pytest $(GROUPS) -m "$$set" $(T) || [ $$? = 5 ] || red=1; done
+	for set in "not slow and not gpu" "slow and not gpu"; do PYTHONPATH=$$PWD$${WITH_TRITON:-} $(BIN)/python -m pytest $(if $(filter v2,$(RUNNER)),-n 2 --dist loadfile) -m "$$set" $(T) || [ $$? = 5 ] || red=1; done
 	exit $$red
 
 $(TRITON)/.setup: | $(if $(VLLM),setup)

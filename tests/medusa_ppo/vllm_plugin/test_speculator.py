@@ -1,5 +1,6 @@
 """vLLM's V2 model runner with our speculator, on a CPU by Triton's interpreter: `make test-vllm
-VLLM=0.32 RUNNER=v2`.
+VLLM=0.32 RUNNER=v2`. Here with heads that don't copy; test_speculator_copying.py has the others, so
+that two processes share the minutes.
 """
 
 from __future__ import annotations
@@ -58,22 +59,25 @@ FORMS = {
 """A context, parts of the attention that copies, and how steps are scheduled."""
 
 
-def in_one_process(name: str) -> Any:
-    """With `pytest -n 2 --dist loadgroup` forms that read the same run stay together."""
-    return pytest.param(FORMS[name], marks=pytest.mark.xdist_group(f"{FORMS[name][1]} parts"))
+def seen_with(*names: str) -> Any:
+    """A fixture `seen`: what an engine with each of these forms did."""
+
+    @pytest.fixture(scope="module", params=[FORMS[name] for name in names], ids=names)
+    def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
+        context, copy_parts, runner = request.param
+        if runner == "v2-ahead" and not schedules_ahead(vllm_version()):
+            pytest.skip("this vLLM does not tell how many drafts a step will verify")
+        return serve(context, copy_parts, runner) | {
+            "v1": serve(context, copy_parts, "v1")["drafted"],
+            "copies": copy_parts > 0,
+            "asked ahead": runner == "v2-ahead",
+            "drawn synchronously": serve(context, copy_parts, "v2")["drawn"],
+        }
+
+    return seen
 
 
-@pytest.fixture(scope="module", params=map(in_one_process, FORMS), ids=FORMS)
-def seen(request: pytest.FixtureRequest) -> dict[str, Any]:
-    context, copy_parts, runner = request.param
-    if runner == "v2-ahead" and not schedules_ahead(vllm_version()):
-        pytest.skip("this vLLM does not tell how many drafts a step will verify")
-    return serve(context, copy_parts, runner) | {
-        "v1": serve(context, copy_parts, "v1")["drafted"],
-        "copies": copy_parts > 0,
-        "asked ahead": runner == "v2-ahead",
-        "drawn synchronously": serve(context, copy_parts, "v2")["drawn"],
-    }
+seen = seen_with("alone", "context")
 
 
 def figures_of(seen: dict[str, Any], name: str) -> Any:

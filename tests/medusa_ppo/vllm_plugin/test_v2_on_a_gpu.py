@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.medusa_ppo.vllm_plugin import test_speculator as by_interpreter
-from tests.medusa_ppo.vllm_plugin.test_speculator import seen  # noqa: F401
+from tests.medusa_ppo.vllm_plugin.test_speculator import FORMS, seen_with
 
 pytestmark = [
     pytest.mark.engine,
@@ -19,7 +19,10 @@ pytestmark = [
 ]
 
 
-def test_v2_serves(seen: dict[str, Any]) -> None:  # noqa: F811
+seen = seen_with(*FORMS)
+
+
+def test_v2_serves(seen: dict[str, Any]) -> None:
     by_interpreter.test_it_is_v2_that_runs(seen)
     by_interpreter.test_steps_are_scheduled_ahead_where_that_is_asked_for(seen)
     by_interpreter.test_greedy_tokens_are_the_models_own_whatever_is_drafted(seen)
