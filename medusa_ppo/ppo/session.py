@@ -49,7 +49,7 @@ from medusa_ppo.reports.run_files import (
     HEADS_FOLDER,
     METRICS_FILE,
 )
-from medusa_ppo.reports.store import RunWriter
+from medusa_ppo.reports.store import RunWriter, refuse_second_writer
 from medusa_ppo.reports.trackers import TrackerGroup, check_trackers, start_trackers
 from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.hardware import gpu_places, visible_gpus
@@ -105,6 +105,9 @@ class RunSession:
         config = self._config
         check_trackers(config.report.trackers)
         gpu_places(config.engine, visible_gpus(), shared=config.ppo.placement == SHARED)
+        # The writer asks once more when it begins, but until then models are loaded, and what seems
+        # to be a killed run's is removed.
+        refuse_second_writer(config.run_dir)
         torch.set_num_threads(config.ppo.threads or 1)
         warmed_up = False
         if resume and run_state.only_warmed_up(config.run_dir):

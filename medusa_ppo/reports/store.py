@@ -207,6 +207,29 @@ def without_secrets(value: Any, key: str = "") -> Any:
     return SECRETS.sub(r"\g<kept>***", value)
 
 
+def refuse_second_writer(run_dir: Path) -> None:
+    """Raise RunError if run.json names another process that still writes into this folder, or if
+    run.json is damaged.
+    """
+    old = read_meta(run_dir / META_FILE)
+    process = old.get("process") or {}
+    if (
+        old.get("status") == "running"
+        # A writer left open by this very process is not a second writer.
+        and process.get("pid") != os.getpid()
+        and process_alive(old)
+    ):
+        raise RunError(
+            "Another process writes into this run folder.",
+            given=f"{run_dir}, process {process.get('pid')} on {process.get('host')}",
+            expected="one writer per folder",
+            do=(
+                "Wait for it, stop it, or give this run another name; if it is gone, remove"
+                f" {META_FILE}."
+            ),
+        )
+
+
 class RunWriter:
     """Writes a run while it is running: one line per step, flushed, so that a stopped run leaves
     everything it finished.
@@ -238,9 +261,9 @@ class RunWriter:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._last_step = -1
-        old = read_meta(self.run_dir / META_FILE)
         # Before anything is moved or cut: the other run's files are still being written.
-        self._refuse_second_writer(old)
+        refuse_second_writer(self.run_dir)
+        old = read_meta(self.run_dir / META_FILE)
         # A resumed run keeps its warnings.
         before = old.get("events") if resume_step is not None else []
         self._events = Events(resume_step or 0, before, without_secrets)
@@ -363,25 +386,6 @@ class RunWriter:
             os.ftruncate(self._stream.fileno(), size)
             raise
         self._waiting = b""
-
-    def _refuse_second_writer(self, old: dict[str, Any]) -> None:
-        """Raise RunError if run.json names another process that still writes here."""
-        process = old.get("process") or {}
-        if (
-            old.get("status") == "running"
-            # A writer left open by this very process is not a second writer.
-            and process.get("pid") != os.getpid()
-            and process_alive(old)
-        ):
-            raise RunError(
-                "Another process writes into this run folder.",
-                given=f"{self.run_dir}, process {process.get('pid')} on {process.get('host')}",
-                expected="one writer per folder",
-                do=(
-                    "Wait for it, stop it, or give this run another name; if it is gone, remove"
-                    f" {META_FILE}."
-                ),
-            )
 
     def _move_earlier(
         self, old: dict[str, Any], config: dict[str, Any], names: Sequence[str]

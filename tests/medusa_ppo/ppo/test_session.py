@@ -21,6 +21,7 @@ from heads.errors import (
     EngineError,
     MedusaError,
     ModelError,
+    RunError,
 )
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.demo.task import build_tokenizer
@@ -219,6 +220,28 @@ def test_a_stopped_run_goes_on_where_it_was(
         [[s[n] for n in names] for s in read_run(c.run_dir).steps] for c in (whole, config)
     )
     assert found == expected
+
+
+def test_what_a_living_run_is_writing_is_not_removed_by_a_second_one(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene
+):
+    config = settings(tmp_path, actor_folder)
+    with pytest.raises(KeyboardInterrupt):
+        run_ppo(config, StopAt(1, KeyboardInterrupt()))
+    half = config.run_dir / ".checkpoint.new-abc" / "actor.safetensors"
+    half.parent.mkdir()
+    half.write_bytes(b"half")
+    file = config.run_dir / "run.json"
+    stopped = json.loads(file.read_text())
+    # Whether a process of another machine still lives can't be told from here, so it does.
+    living = {"status": "running", "process": {"pid": 1, "host": "elsewhere"}}
+    file.write_text(json.dumps(stopped | living))
+    with pytest.raises(RunError, match="Another process writes"):
+        run_ppo(config, resume=True)
+    assert half.read_bytes() == b"half"
+    file.write_text(json.dumps(stopped))
+    run_ppo(config, resume=True)
+    assert not half.exists(), "a run that is alone removes what a killed one left"
 
 
 def test_a_run_that_was_started_anew_does_not_go_on_as_the_one_before_it(
