@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -19,7 +16,7 @@ from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizer
 from medusa_ppo.demo.dtype_choice import LEAST_GAIN, UPDATE, time_bfloat16
 from medusa_ppo.demo.pretraining import DEFAULT_RECIPE, PretrainProgress, Recipe, grow, train_actor
 from medusa_ppo.demo.task import build_tokenizer, document, problem
-from medusa_ppo.runtime.files import cache_folder
+from medusa_ppo.runtime.files import cache_folder, locked
 from medusa_ppo.runtime.hardware import usable_cores
 
 logger = logging.getLogger(__name__)
@@ -64,7 +61,7 @@ def ensure_demo_actor(
     if is_whole(folder):
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_name(folder.name + ".lock")):
+    with locked(folder.with_name(folder.name + ".lock")):
         # Another process may have trained it while this one waited for the lock.
         if is_whole(folder):
             return folder
@@ -175,16 +172,3 @@ def _key(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> str:
     ]
     text = json.dumps([asdict(recipe), tokenizer.get_vocab(), sample], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock file; the system releases it when the process ends, however it ends. The empty
-    file stays.
-    """
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(file, fcntl.LOCK_UN)

@@ -1,6 +1,7 @@
 """`medusa-ppo train`: trains heads for any causal LM, on its own responses, on full texts or on
 chats. An interrupted training can be resumed.
 
+OUT/.lock               held while a training runs: a second one in the same folder is refused
 OUT/model/              the model in transformers' format, if it came as a distributed checkpoint
                         of Megatron
 
@@ -16,13 +17,16 @@ Hidden states are not stored: they are computed again, in the same shapes
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -32,10 +36,10 @@ from transformers import AutoConfig
 
 from heads.acceptance import ReplayResult
 from heads.checkpoint import load_state, save_heads, save_state
-from heads.errors import CheckpointError, ConfigError, DataError
+from heads.errors import CheckpointError, ConfigError, DataError, RunError
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES
-from medusa_ppo.actors.megatron_checkpoint import as_transformers
+from medusa_ppo.actors.megatron_checkpoint import as_transformers, folder_of
 from medusa_ppo.companion.trainer import TrainReport
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.offline.collect import (
@@ -66,10 +70,14 @@ from medusa_ppo.offline.scene import (
     train_scene,
 )
 from medusa_ppo.runtime.console import Advance, OfflineProgress
-from medusa_ppo.runtime.files import write_atomic
+from medusa_ppo.runtime.files import locked, write_atomic
 from medusa_ppo.runtime.processes import StopSignals
 
-LOG_FILE, MODEL_FOLDER = "train.jsonl", "model"
+logger = logging.getLogger(__name__)
+
+LOG_FILE, MODEL_FOLDER, LOCK_FILE = "train.jsonl", "model", ".lock"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems that have no locks, as some shared ones of clusters."""
 HOLDOUT_FRACTION = 0.1
 HOLDOUT_TOKENS = 16_384
 """Maximum tokens that heads are judged on: enough for two digits of acceptance, and no more work
@@ -101,10 +109,50 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
     Raises:
         ConfigError, ModelError, DataError: unusable options, model, data, template or column.
         CheckpointError: the state of an interrupted training is damaged.
+        RunError: another training writes into OUT.
     """
-    resume = ResumeFolder(options.out, options)
     if options.workers > 1:
         gpus_for_workers(options.workers)
+    scene = None
+    if not options.out.is_dir() and folder_of(options.model) is None:
+        # There is nothing to resume, so the data are needed anyway; and wrong options leave no
+        # folder. A checkpoint of Megatron is converted in OUT before anything of it is read.
+        scene = train_scene(options)
+    # Created before hours of work, because the path may not be writable.
+    with _only_training_in(out_folder(options.out)):
+        return _train(options, scene, progress)
+
+
+@contextmanager
+def _only_training_in(out: Path) -> Iterator[None]:
+    """Hold OUT: two trainings would write the same files, and each remove what the other has half
+    written.
+
+    Raises:
+        RunError: another training holds it.
+    """
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(out / LOCK_FILE, wait=False))
+        except BlockingIOError:
+            raise RunError(
+                "Another training writes into the output folder.",
+                given=out,
+                expected="one training per folder",
+                do="Wait for it, stop it, or choose another --out.",
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            logger.warning(
+                "%s can't be locked (%s): start no second training there.", out, error.strerror
+            )
+        yield
+
+
+def _train(options: TrainOptions, scene: Scene | None, progress: OfflineProgress) -> Line:
+    """`train_heads` in a folder that no one else writes into. `scene`: if it was read before."""
+    resume = ResumeFolder(options.out, options)
     if resume.found:
         progress.say(f"Continuing the interrupted training in {options.out} (--fresh starts over)")
     # Only after the settings were compared: they name the model as the user does.
@@ -112,9 +160,7 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
     resume.sweep()
     samples = resume.samples()
     if samples is None:
-        scene = train_scene(options)
-        # Created before hours of work, because the path may not be writable.
-        out_folder(options.out)
+        scene = scene or train_scene(options)
         resume.begin()
         samples = gather_samples(options, scene, resume, progress)
     if compute_dtype(options.dtype) != DTYPES[options.dtype]:
@@ -419,7 +465,7 @@ class ResumeFolder:
             )
 
     def sweep(self) -> None:
-        """Remove half-written heads of a training that was killed."""
+        """Remove half-written heads of a training that was killed. The caller holds OUT."""
         for folder in self._out.glob(f"{BEST_PREFIX}*"):
             shutil.rmtree(folder, ignore_errors=True)
 

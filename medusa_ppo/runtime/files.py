@@ -1,5 +1,5 @@
-"""Files and folders that survive a crash: atomic writes, and temporary folders that are removed
-with the process that made them.
+"""Files and folders that survive a crash: atomic writes, locks, and temporary folders that are
+removed with the process that made them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import os
 import shutil
 import tempfile
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -38,6 +40,22 @@ def write_atomic(path: Path, text: str) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the lock file; the system releases it when the process ends, however it ends. The empty
+    file stays.
+
+    Raises:
+        BlockingIOError: `wait` is False, and somebody else holds it.
+    """
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def cache_folder(name: str) -> Path:

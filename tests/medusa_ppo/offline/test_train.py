@@ -4,6 +4,7 @@ and says what is wrong.
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import math
@@ -20,11 +21,11 @@ import pytest
 import torch
 
 from heads.checkpoint import load_heads
-from heads.errors import ConfigError, DataError
+from heads.errors import ConfigError, DataError, RunError
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.scene import find_source, plan_training, read_scene
-from medusa_ppo.offline.train import ResumeFolder, TrainPosition, _keep_best, train_heads
+from medusa_ppo.offline.train import ResumeFolder, TrainPosition, _keep_best, _Run, train_heads
 from medusa_ppo.runtime.console import OfflineProgress
 
 TIMES = ("tokens_per_s", "wall_s")
@@ -214,6 +215,40 @@ def test_half_written_heads_of_a_killed_training_are_removed(
         patch.setattr("medusa_ppo.offline.train._Run.train", interrupted)
         train(options)
     assert not left.parent.exists(), "and when it is resumed"
+
+
+def test_a_second_training_in_the_same_folder_is_refused(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = replace(options, epochs=1)
+    half = options.out / ".best-a1b2c3"
+    real = _Run.train
+
+    def with_a_second(run: _Run, progress: OfflineProgress) -> None:
+        monkeypatch.setattr(_Run, "train", real)
+        half.mkdir()
+        for second in (asked, replace(asked, fresh=True, seed=1)):
+            with pytest.raises(RunError, match="Another training writes"):
+                train(second)
+        assert half.is_dir(), "what the first one is writing"
+        real(run, progress)
+
+    monkeypatch.setattr(_Run, "train", with_a_second)
+    train(asked)
+    train(asked)
+    assert not half.exists(), "once it has ended, the next one may begin"
+
+
+def test_where_there_are_no_locks_heads_are_trained_all_the_same(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    # Not fcntl's: the library that reads the data has locks of its own, and waits for them.
+    monkeypatch.setattr("medusa_ppo.offline.train.locked", no_locks)
+    train(replace(options, epochs=1))
+    assert "can't be locked (Function not implemented)" in caplog.text
 
 
 def test_streamed_data_is_read_only_as_far_as_it_is_needed(
