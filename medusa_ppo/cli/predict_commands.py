@@ -17,6 +17,7 @@ from medusa_ppo.runtime.files import write_atomic
 
 if TYPE_CHECKING:
     from heads.heads_config import HeadsConfig
+    from medusa_ppo.config.run_config import RunConfig
     from medusa_ppo.predict.asking import Accepted
     from medusa_ppo.predict.prediction import Prediction, Question
 
@@ -67,7 +68,7 @@ def predict(
     gpu = None if options.gpu == CPU else find_gpu(options.gpu)
     raw = model_config(name)
     # The replay takes minutes, so an unknown GPU or model is refused before it.
-    accepted, trained = _accepted(options, run.heads.path if run else None)
+    accepted, trained = _accepted(options, run)
     question = question_of(options, raw, accepted, run, trained)
     prediction = predict_on_gpu(question, gpu) if gpu else _on_this_cpu(question, options)
     for line in answer_lines(prediction):
@@ -90,11 +91,15 @@ def predict(
         write_atomic(picture, draw_curves(title, sizes, curves, "running sequences"))
 
 
-def _accepted(options: PredictOptions, path: str | None) -> tuple[Accepted, HeadsConfig | None]:
-    """The acceptance, given or measured by replay, and the sizes of the heads if there are any."""
+def _accepted(
+    options: PredictOptions, run: RunConfig | None
+) -> tuple[Accepted, HeadsConfig | None]:
+    """The acceptance, given or measured by replay, and the sizes of the heads if there are any. A
+    replay samples and drafts as the run does.
+    """
     from medusa_ppo.predict.asking import Accepted
 
-    folder = options.heads or path or ""
+    folder = options.heads or (run.heads.path if run else "") or ""
     trained = None
     if folder:
         from medusa_ppo.offline.hub import local_heads
@@ -110,9 +115,13 @@ def _accepted(options: PredictOptions, path: str | None) -> tuple[Accepted, Head
             expected="shares like 0.6,0.4,0.25,0.15, or heads and prompts to measure them",
             do="Add --acceptance; `medusa-ppo eval` prints it for existing heads.",
         )
+    from medusa_ppo.config.engine_section import EngineConfig
+    from medusa_ppo.config.sampling_section import SamplingConfig
     from medusa_ppo.offline.evaluate import evaluate_heads
     from medusa_ppo.offline.options import EvalOptions, line_breaks
 
+    engine = run.engine if run else EngineConfig()
+    sampling = run.sampling if run else SamplingConfig()
     with offline_progress() as progress:
         found = evaluate_heads(
             EvalOptions(
@@ -121,6 +130,11 @@ def _accepted(options: PredictOptions, path: str | None) -> tuple[Accepted, Head
                 data=options.data,
                 template=line_breaks(options.template),
                 limit=REPLAY_PROMPTS,
+                draft_vocab=-1 if engine.draft_vocab is None else engine.draft_vocab,
+                draft_temperature=engine.draft_temperature,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k or 0,
             ),
             progress,
         )

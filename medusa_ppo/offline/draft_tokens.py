@@ -27,7 +27,7 @@ def draft_width(heads: HeadsConfig, asked: int) -> int:
             "These heads can't draft from a truncated vocabulary.",
             given=f"--draft-vocab {asked}, heads with lm_head=own",
             expected="heads that share the actor's lm_head",
-            do="Leave --draft-vocab out.",
+            do="Leave --draft-vocab out (in a run's configuration: engine.draft_vocab).",
         )
     width = heads.draft_vocabulary if asked < 0 else asked
     return width if width < heads.vocab_size else 0

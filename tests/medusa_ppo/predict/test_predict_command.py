@@ -13,14 +13,17 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from heads.heads_config import HeadsConfig
 from medusa_ppo.cli.app import app
 from medusa_ppo.config.heads_section import HeadsSection
+from medusa_ppo.offline.options import EvalOptions
 from medusa_ppo.predict import cpu_steps
 from medusa_ppo.predict.check_lines import check_lines
 from medusa_ppo.predict.gpus import find_gpu
 from medusa_ppo.predict.prediction import Question, predict_on_gpu
 from medusa_ppo.predict.rollout_model import ResponseLengths
 from medusa_ppo.runtime import hardware
+from medusa_ppo.runtime.console import OfflineProgress
 from medusa_ppo.runtime.hardware import ModelSizes
 
 LLAMA = {
@@ -93,6 +96,44 @@ def test_a_run_says_what_options_don_t(model: Path, tmp_path: Path) -> None:
     assert asked["ranks"] == asked["engines"] == 2
     assert asked["loop"]["updates"] == 2, "an actor and a critic learn"
     assert asked["alike"] == 4
+
+
+def test_the_acceptance_is_measured_as_the_run_drafts_and_samples(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The costs of its steps are those of its draft vocabulary, too."""
+    asked: list[EvalOptions] = []
+
+    def measured(options: EvalOptions, progress: OfflineProgress) -> dict[str, object]:
+        asked.append(options)
+        return {
+            "confidence_interval": [1.5, 1.7],
+            "prompts": 3,
+            "acceptance_per_position": [0.4, 0.2],
+        }
+
+    monkeypatch.setattr("medusa_ppo.offline.evaluate.evaluate_heads", measured)
+    monkeypatch.setattr("medusa_ppo.offline.hub.local_heads", lambda folder: folder)
+    monkeypatch.setattr(
+        "medusa_ppo.predict.trained_heads.read_trained", lambda folder: HeadsConfig(2048, 128256, 2)
+    )
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        f"model: {{path: {model}}}\n"
+        "sampling: {temperature: 0.7, top_p: 0.9, top_k: 50}\n"
+        "engine: {draft_vocab: 4096, draft_temperature: 0.5}\n"
+        "data: {path: demo}\n"
+    )
+    words = "--heads", "HEADS", "--data", "rows.jsonl"
+    code, said = run("--config", str(file), *words)
+    assert code == 0, said
+    code, said = run("--model", str(model), *words)
+    assert code == 0, said
+    names = "draft_vocab", "draft_temperature", "temperature", "top_p", "top_k"
+    assert [tuple(getattr(one, name) for name in names) for one in asked] == [
+        (4096, 0.5, 0.7, 0.9, 50),
+        (-1, 1.0, 1.0, 1.0, 0),
+    ]
 
 
 @pytest.mark.parametrize(
