@@ -104,7 +104,8 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         temperature, and those of the heads to compare with (`compare`, with the paired difference).
 
     Raises:
-        ConfigError: a memory for one-hot drafts, or a temperature that can't be used.
+        ConfigError: a memory for one-hot drafts, a temperature that can't be used, or heads that
+            can't draft from some tokens only.
         ModelError, DataError, CheckpointError: unusable model, data or heads.
     """
     if options.earlier_responses and options.draft != "sampled":
@@ -122,6 +123,8 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
     folders = [Path(options.heads), *([options.compare] if options.compare else [])]
     heads = [load_heads(folder, **sizes)[0] for folder in folders]
+    # Before all work: heads that can't draft from some tokens only are refused here.
+    widths = [draft_width(one.config, options.draft_vocab) for one in heads]
     scene = _read(options)
     if scene.left_out:
         progress.say(scene.left_out)
@@ -132,10 +135,8 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
     else:
         # Counters only cover what an engine drafts itself, so each set of heads gets an engine.
         runs = [
-            _generate(
-                options, groups, str(folder), progress, draft_width(one.config, options.draft_vocab)
-            )[1]
-            for folder, one in zip(folders, heads, strict=True)
+            _generate(options, groups, str(folder), progress, width)[1]
+            for folder, width in zip(folders, widths, strict=True)
         ]
         measured = [[_counted(groups, rounds) for rounds in run] for run in runs]
         rollouts = runs[0]

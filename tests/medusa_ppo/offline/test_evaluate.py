@@ -8,6 +8,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -275,3 +276,27 @@ def test_prompts_that_are_too_long_are_told(
     result = evaluate.evaluate_heads(replace(options, heads=str(tmp_path / "heads")), progress)
     assert (result["prompts"], result["prompts_left_out"]) == (10, 1)
     assert "1 prompt is too long and left out" in said_lines
+
+
+@pytest.mark.parametrize("engine", ["replay", "vllm"])
+def test_heads_that_draft_from_all_tokens_are_refused_before_the_work(
+    options: EvalOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, engine: Any
+) -> None:
+    vocabulary = len(build_tokenizer())
+    for name in ("shared", "own"):
+        heads = MedusaHeads(HeadsConfig(64, vocabulary, 1, "medusa", lm_head=name))
+        save_heads(tmp_path / name, heads, lm_head_VD=torch.ones(vocabulary, 64))
+
+    def generate(*_: object) -> None:
+        raise AssertionError("hours of work")
+
+    monkeypatch.setattr(evaluate, "_generate", generate)
+    asked = replace(
+        options,
+        engine=engine,
+        heads=str(tmp_path / "shared"),
+        compare=tmp_path / "own",
+        draft_vocab=5,
+    )
+    with pytest.raises(ConfigError, match="lm_head=own"):
+        evaluate.evaluate_heads(asked, OfflineProgress(quiet=True))
