@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from medusa_ppo.bench.bench_options import RolloutBench, Table
 from medusa_ppo.bench.bench_page import draw_ratios
 from medusa_ppo.bench.pairs import PairedRates, run_rounds, table_of
 from medusa_ppo.config.engine_section import EngineConfig
-from medusa_ppo.contract.rollouts import Counters, Sampling
-from medusa_ppo.drafting.products import MIN_TOKENS_PER_ENTRY
+from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch, read_heads_config
 from medusa_ppo.engines.ray_engine import RayEngine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.offline.collect import take_prompts
+from medusa_ppo.offline.draft_tokens import until_chosen
 from medusa_ppo.offline.scene import read_scene
 from medusa_ppo.runtime.console import OfflineProgress
 from medusa_ppo.runtime.hardware import OWN_MEMORY, find_hardware
@@ -228,27 +229,24 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
             if width := plan_launch(bench.model, bench.heads, config, bench.seed).drafting.get(
                 "draft_vocab"
             ):
-                _count_tokens(bench, arms[-1], prompts, width)
+                until_chosen(width, _counting_calls(bench, arms[-1], prompts))
             for batch in bench.batches:
                 rows += _run_batch(bench, batch, arms, prompts, advance)
     return {"rows": rows, "batches": list(bench.batches), "arms": [arm.name for arm in arms]}
 
 
-def _count_tokens(
-    bench: RolloutBench, arm: Arm, prompts: Sequence[Sequence[int]], width: int
-) -> None:
-    """Let the engine see enough tokens to choose its draft vocabulary. In a run it has seen them
-    after the first step.
-    """
-    counted = 0
-    start = 0
-    while counted < MIN_TOKENS_PER_ENTRY * width:
-        picked = take_prompts(prompts, start, max(bench.batches))
-        rollouts = arm.engine.generate(
-            picked, Sampling(bench.temperature, max_new_tokens=bench.max_new_tokens)
+def _counting_calls(
+    bench: RolloutBench, arm: Arm, prompts: Sequence[Sequence[int]]
+) -> Iterator[Rollouts]:
+    """Calls that let this arm's engine count the tokens that it will draft from."""
+    # An engine that chooses may choose to draft nothing, and then counts nothing.
+    replace(arm, choose=False).prepare()
+    batch = max(bench.batches)
+    for number in count():
+        yield arm.engine.generate(
+            take_prompts(prompts, number * batch, batch),
+            Sampling(bench.temperature, max_new_tokens=bench.max_new_tokens),
         )
-        counted = counted + rollouts.generated_tokens + sum(map(len, picked))
-        start = start + len(picked)
 
 
 def _run_batch(

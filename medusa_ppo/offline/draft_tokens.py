@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from heads.errors import ConfigError
+from heads.errors import ConfigError, EngineError
 from heads.heads_config import HeadsConfig
-from medusa_ppo.drafting.products import frequent_ids
+from medusa_ppo.contract.rollouts import Rollouts
+from medusa_ppo.drafting.products import MIN_TOKENS_PER_ENTRY, frequent_ids
 
 
 def draft_width(heads: HeadsConfig, asked: int) -> int:
@@ -47,3 +48,31 @@ def draft_ids(
         ids_T = torch.tensor(ids, dtype=torch.int64)
         counts_V.index_add_(0, ids_T, torch.ones_like(ids_T))
     return frequent_ids(counts_V, width)
+
+
+def until_chosen(width: int, calls: Iterable[Rollouts]) -> None:
+    """Make calls of a drafting engine, one after another, until it is sure to have chosen the
+    `width` tokens that it drafts from (0: none to choose, no call). In a run it has chosen them
+    after the first step.
+
+    Raises:
+        EngineError: the engine drafted in none of the calls.
+    """
+    counted = 0
+    drafted = False
+    calls = iter(calls)
+    while counted < MIN_TOKENS_PER_ENTRY * width:
+        rollouts = next(calls)
+        steps = rollouts.counters.drafts
+        # The V2 runner counts on the device how many drafts were accepted; its host, which decides
+        # when there are enough, is sure of one token per request and step. V1 has counted more.
+        counted += steps + sum(map(len, rollouts.prompts))
+        # A single call may draft nothing: a response may end with its first token.
+        drafted = drafted or steps > 0
+    if width and not drafted:
+        raise EngineError(
+            "The engine drafted nothing, so it chose no draft vocabulary.",
+            given=f"no draft while {counted} tokens were counted",
+            expected="drafts",
+            do="Ask for longer responses (--max-new-tokens), or add --draft-vocab 0.",
+        )

@@ -5,7 +5,7 @@ category, and compared with other heads.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count, pairwise, zip_longest
 from pathlib import Path
@@ -37,10 +37,9 @@ from medusa_ppo.drafting.memory import (
     tail_of,
     vote,
 )
-from medusa_ppo.drafting.products import MIN_TOKENS_PER_ENTRY
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.offline.collect import PROMPTS_PER_ROUND, samples_of
-from medusa_ppo.offline.draft_tokens import draft_ids, draft_width
+from medusa_ppo.offline.draft_tokens import draft_ids, draft_width, until_chosen
 from medusa_ppo.offline.hidden import HiddenReader, read_all
 from medusa_ppo.offline.options import EvalOptions
 from medusa_ppo.offline.scene import (
@@ -249,7 +248,7 @@ def _generate(
             engine.configure(
                 sampled=sampled, draft_temperature=options.draft_temperature, draft_vocab=width
             )
-            _let_it_count(options, engine, groups, width)
+            until_chosen(width, _counting_calls(options, engine, groups))
         for temperature in options.every_temperature:
             sampling = Sampling(temperature, options.top_p, options.top_k, options.max_new_tokens)
             if heads and options.earlier_responses:
@@ -275,17 +274,11 @@ def _generate(
     return earlier, runs
 
 
-def _let_it_count(
-    options: EvalOptions, engine: RolloutEngine, groups: Sequence[PromptGroup], width: int
-) -> None:
-    """Let the engine see as many tokens as it needs to choose those that it drafts from. In a run
-    it has seen them after the first step.
-    """
-    counted = 0
+def _counting_calls(
+    options: EvalOptions, engine: RolloutEngine, groups: Sequence[PromptGroup]
+) -> Iterator[Rollouts]:
+    """Responses whose tokens are counted for a draft vocabulary, and not measured."""
     for number in count():
-        if counted >= MIN_TOKENS_PER_ENTRY * width:
-            return
-        prompts = groups[number % len(groups)].prompts
         sampling = Sampling(
             options.every_temperature[0],
             options.top_p,
@@ -294,7 +287,7 @@ def _let_it_count(
             # Responses that are measured have other seeds.
             seed=options.seed + 2 * len(groups) + number,
         )
-        counted += engine.generate(prompts, sampling).generated_tokens + sum(map(len, prompts))
+        yield engine.generate(groups[number % len(groups)].prompts, sampling)
 
 
 def _replayed(

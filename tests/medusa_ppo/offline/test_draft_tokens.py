@@ -4,6 +4,7 @@ on those that an engine would draft from.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from heads import heads_config
-from heads.errors import ConfigError
+from heads.errors import ConfigError, EngineError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
+from medusa_ppo.bench import rollout_speed
+from medusa_ppo.bench.bench_options import RolloutBench
 from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.demo.task import build_tokenizer
@@ -21,7 +24,7 @@ from medusa_ppo.drafting.products import DraftVocabulary
 from medusa_ppo.offline import evaluate
 from medusa_ppo.offline.collect import Sample
 from medusa_ppo.offline.data_parallel import TrainingWorker
-from medusa_ppo.offline.draft_tokens import draft_ids, draft_width
+from medusa_ppo.offline.draft_tokens import draft_ids, draft_width, until_chosen
 from medusa_ppo.offline.options import EvalOptions, TrainOptions
 from medusa_ppo.runtime.console import OfflineProgress
 
@@ -114,3 +117,58 @@ def test_a_token_that_no_engine_drafts_is_no_accepted_draft(
 
     assert measured(replace(options, draft_vocab=V)) == measured(replace(options, draft_vocab=0))
     assert measured(options) != measured(replace(options, draft_vocab=0))
+
+
+class EngineOnV2:
+    """Its host counts prompts, and one token per request and step, of which each writes five."""
+
+    def __init__(self) -> None:
+        self.vocabulary = DraftVocabulary(W, V)
+        self.settings: dict[str, object] = {}
+        self.calls = 0
+
+    def configure(self, **settings: object) -> None:
+        self.settings |= settings
+
+    def generate(self, prompts: list[tuple[int, ...]], sampling: Sampling) -> Rollouts:
+        self.calls += 1
+        steps = 2 * len(prompts)
+        self.vocabulary.expect(sum(map(len, prompts)) + steps)
+        found = [Response(n, (5,) * 10, (-1.0,) * 10, "length") for n in range(len(prompts))]
+        counters = Counters(steps, 4 * steps, 4 * steps, (steps,) * 4)
+        return Rollouts(tuple(prompts), tuple(found), counters, 1.0, sampling)
+
+
+def test_eval_waits_until_v2_has_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = EngineOnV2()
+    monkeypatch.setattr(evaluate, "running_engine", lambda *_: nullcontext(engine))
+    due: list[bool] = []
+    real = engine.generate
+
+    def generate(prompts: list[tuple[int, ...]], sampling: Sampling) -> Rollouts:
+        due.append(engine.vocabulary.due)
+        return real(prompts, sampling)
+
+    monkeypatch.setattr(engine, "generate", generate)
+    options = EvalOptions(model="", heads="", data="", engine="vllm")
+    groups = [evaluate.PromptGroup("", [(1, 2)]), evaluate.PromptGroup("", [(3, 4)])]
+    evaluate._generate(options, groups, "HEADS", OfflineProgress(quiet=True), W)
+    assert due[-2:] == [True, True], "both calls that are measured"
+    assert not due[-3], "and no call before them is too many"
+
+
+def test_bench_rollout_waits_until_v2_has_chosen() -> None:
+    engine = EngineOnV2()
+    bench = RolloutBench(model="m", heads="h", data="d", template="t", batches=(1,))
+    arm = rollout_speed.Arm("ours", engine, 4, choose=True)
+    until_chosen(W, rollout_speed._counting_calls(bench, arm, [(1, 2)]))
+    assert engine.vocabulary.due
+    assert engine.settings == {"num_drafts": 4, "choose": False}, "so that it drafts"
+
+
+def test_an_engine_that_never_drafts_chooses_nothing() -> None:
+    engine = EngineOnV2()
+    nothing = replace(engine.generate([(1,)], Sampling()), counters=Counters())
+    with pytest.raises(EngineError, match="drafted nothing"):
+        until_chosen(W, iter([nothing] * 100))
+    until_chosen(0, iter([]))
