@@ -50,6 +50,22 @@ def draft_ids(
     return frequent_ids(counts_V, width)
 
 
+def text_to_count(width: int, calls: Iterable[Rollouts]) -> list[tuple[int, ...]]:
+    """As many prompts and responses, from as few calls, as an engine counts before it chooses the
+    `width` tokens that it drafts from (0: none). They must not be those that are measured: tokens
+    chosen from a text cover that text best, so its acceptance would be too high.
+    """
+    texts: list[tuple[int, ...]] = []
+    counted = 0
+    calls = iter(calls)
+    while counted < MIN_TOKENS_PER_ENTRY * width:
+        rollouts = next(calls)
+        new = [(*rollouts.prompts[one.prompt_index], *one.token_ids) for one in rollouts.responses]
+        counted += sum(map(len, new))
+        texts += new
+    return texts
+
+
 def until_chosen(width: int, calls: Iterable[Rollouts]) -> None:
     """Make calls of a drafting engine, one after another, until it is sure to have chosen the
     `width` tokens that it drafts from (0: none to choose, no call). In a run it has chosen them

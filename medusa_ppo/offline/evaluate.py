@@ -39,7 +39,7 @@ from medusa_ppo.drafting.memory import (
 )
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.offline.collect import PROMPTS_PER_ROUND, samples_of
-from medusa_ppo.offline.draft_tokens import draft_ids, draft_width, until_chosen
+from medusa_ppo.offline.draft_tokens import draft_ids, draft_width, text_to_count, until_chosen
 from medusa_ppo.offline.hidden import HiddenReader, read_all
 from medusa_ppo.offline.options import EvalOptions
 from medusa_ppo.offline.scene import (
@@ -129,8 +129,8 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         progress.say(scene.left_out)
     groups = _groups(options, scene)
     if options.engine == "replay":
-        earlier, rollouts = _generate(options, groups, "", progress)
-        measured = _replayed(options, heads, groups, earlier, rollouts, progress)
+        earlier, rollouts, texts = _generate(options, groups, "", progress, max(widths))
+        measured = _replayed(options, heads, groups, earlier, rollouts, progress, texts)
     else:
         # Counters only cover what an engine drafts itself, so each set of heads gets an engine.
         runs = [
@@ -231,14 +231,16 @@ def _generate(
     heads: str,
     progress: OfflineProgress,
     width: int = 0,
-) -> tuple[list[list[Rollouts]], list[list[Rollouts]]]:
+) -> tuple[list[list[Rollouts]], list[list[Rollouts]], list[tuple[int, ...]]]:
     """For each temperature, the earlier responses of each group and those to measure. With heads,
-    the engine drafts, from `width` tokens (0: all).
+    the engine drafts, from `width` tokens (0: all) that it has chosen before; without, the third
+    part is the text from which a replay chooses them, by other seeds than what is measured.
     """
     progress.say(f"Starting the engine {'with ' + heads if heads else ''} ...")
     prompts = [prompt for group in groups for prompt in group.prompts]
     earlier: list[list[Rollouts]] = []
     runs: list[list[Rollouts]] = []
+    texts: list[tuple[int, ...]] = []
     with running_engine(
         options.model, heads, engine_config(prompts, options.max_new_tokens), options.seed
     ) as engine:
@@ -249,6 +251,9 @@ def _generate(
                 sampled=sampled, draft_temperature=options.draft_temperature, draft_vocab=width
             )
             until_chosen(width, _counting_calls(options, engine, groups))
+        elif width:
+            progress.say("Counting tokens for the draft vocabulary ...")
+            texts = text_to_count(width, _counting_calls(options, engine, groups))
         for temperature in options.every_temperature:
             sampling = Sampling(temperature, options.top_p, options.top_k, options.max_new_tokens)
             if heads and options.earlier_responses:
@@ -271,7 +276,7 @@ def _generate(
                         rollouts = engine.generate(group.prompts, replace(way, seed=seed + number))
                         found[-1].append(rollouts)
                         advance(len(group.prompts), f"{rollouts.tokens_per_s:.0f} tokens/s")
-    return earlier, runs
+    return earlier, runs, texts
 
 
 def _counting_calls(
@@ -297,9 +302,10 @@ def _replayed(
     earlier: Sequence[Sequence[Rollouts]],
     rollouts: Sequence[Sequence[Rollouts]],
     progress: OfflineProgress,
+    texts: Sequence[Sequence[int]] = (),
 ) -> list[list[MeasuredHeads]]:
     """Replay all heads on the same rollouts, at every temperature, with a memory of the earlier
-    responses if there are any.
+    responses if there are any. Draft vocabularies are chosen from `texts`.
     """
     device = training_device()
     actor = on_device(load_actor(options.model))
@@ -331,7 +337,7 @@ def _replayed(
         pairs = zip(of_each, [sample.prompt for sample in samples], strict=True)
         unit_S = torch.tensor([units.setdefault(pair, len(units)) for pair in pairs])
         for one, found in zip(heads, measured, strict=True):
-            ids_W = draft_ids(one.config, options.draft_vocab, (sample.ids for sample in samples))
+            ids_W = draft_ids(one.config, options.draft_vocab, texts)
             # Each set of heads gets its own trust in the memory, which depends on the heads.
             recalled = Recalled(prompts, before) if before else None
             result = replay(

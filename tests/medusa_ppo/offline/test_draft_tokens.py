@@ -7,11 +7,13 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from heads import heads_config
+from heads.checkpoint import save_heads
 from heads.errors import ConfigError, EngineError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
@@ -112,7 +114,7 @@ def test_a_token_that_no_engine_drafts_is_no_accepted_draft(
     def measured(options: EvalOptions) -> float:
         quiet = OfflineProgress(quiet=True)
         group = evaluate.PromptGroup("", prompts)
-        ((found,),) = evaluate._replayed(options, [heads], [group], [], [rounds], quiet)
+        ((found,),) = evaluate._replayed(options, [heads], [group], [], [rounds], quiet, texts(6))
         return found.result.mean_acceptance_length
 
     assert measured(replace(options, draft_vocab=V)) == measured(replace(options, draft_vocab=0))
@@ -155,6 +157,46 @@ def test_eval_waits_until_v2_has_chosen(tmp_path: Path, monkeypatch: pytest.Monk
     evaluate._generate(options, groups, "HEADS", OfflineProgress(quiet=True), W)
     assert due[-2:] == [True, True], "both calls that are measured"
     assert not due[-3], "and no call before them is too many"
+
+
+def test_a_replay_chooses_them_from_other_text_than_it_measures(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise each token that is measured could be drafted."""
+    measured, counted = set(range(40, 40 + W)), set(range(20, 20 + W))
+    calls: list[int | None] = []
+
+    class Engine:
+        def generate(self, prompts: list[tuple[int, ...]], sampling: Sampling) -> Rollouts:
+            ids = tuple(measured if sampling.seed == 0 else counted)
+            calls.append(sampling.seed)
+            found = [Response(n, ids, (-2.0,) * W, "length") for n in range(len(prompts))]
+            return Rollouts(tuple(prompts), tuple(found), Counters(), 1.0, sampling)
+
+    used: list[set[int]] = []
+
+    def spied(*arguments: Any, served: Served, **others: Any) -> Any:
+        used.append(set() if served.ids_W is None else set(served.ids_W.tolist()))
+        return replay(*arguments, served=served, **others)
+
+    monkeypatch.setattr(evaluate, "running_engine", lambda *_: nullcontext(Engine()))
+    monkeypatch.setattr(evaluate, "replay", spied)
+    save_heads(tmp_path / "heads", MedusaHeads(HeadsConfig(64, V, 1, "medusa")))
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "1 + 1"}\n')
+    options = EvalOptions(
+        model=str(chain_actor),
+        heads=str(tmp_path / "heads"),
+        data=str(data),
+        template="{question}",
+        draft_vocab=W,
+    )
+    evaluate.evaluate_heads(options, OfflineProgress(quiet=True))
+    # A prompt's own tokens are among those that are counted.
+    assert len(used[0] & counted) >= W // 2 and not used[0] & measured
+    calls.clear()
+    evaluate.evaluate_heads(replace(options, draft_vocab=0), OfflineProgress(quiet=True))
+    assert calls == [0], "nothing is chosen from all tokens"
 
 
 def test_bench_rollout_waits_until_v2_has_chosen() -> None:

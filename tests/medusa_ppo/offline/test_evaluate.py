@@ -267,7 +267,7 @@ def test_prompts_that_are_too_long_are_told(
         data.write(json.dumps({"question": "2 + 2 " * 600, "kind": "even"}) + "\n")
 
     def generate(asked: EvalOptions, groups: list[PromptGroup], *_: object) -> object:
-        return [], [[answered(group, seed) for seed, group in enumerate(groups)]]
+        return [], [[answered(group, seed) for seed, group in enumerate(groups)]], []
 
     monkeypatch.setattr(evaluate, "_generate", generate)
     said_lines: list[str] = []
