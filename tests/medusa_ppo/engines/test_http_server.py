@@ -452,11 +452,15 @@ def test_a_server_that_was_started_here_is_asked_without_the_proxy_of_the_enviro
 
 
 class ServerWorkers(httpx.MockTransport):
-    """A server's worker with heads, as far as it is asked here; `process` says which one it is."""
+    """A server's worker, as far as it is asked here; `process` says which one it is, and without
+    `max_drafts` it has no heads.
+    """
 
     def __init__(self) -> None:
         super().__init__(self._answer)
         self.process = "first"
+        self.max_drafts = 2
+        self.feeds_itself = False
         self.actor_version = 0
         self.calls = list[str]()
 
@@ -465,10 +469,15 @@ class ServerWorkers(httpx.MockTransport):
             return httpx.Response(200, content=b"")
         asked = json.loads(request.content)
         self.calls.append(asked["method"])
+        if asked["method"] == "medusa_feed_version" and not self.max_drafts:
+            fault = {"kind": "SwapError", "problem": "The engine runs without draft heads."}
+            return httpx.Response(200, json={"results": [{"error": fault}]})
         facts = {
-            "kind": "medusa",
+            "kind": "medusa" if self.max_drafts else "",
             "drafter": "x",
-            "max_drafts": 2,
+            "max_drafts": self.max_drafts,
+            "feeds_itself": self.feeds_itself,
+            "version": 3,
             "heads": "",
             "heads_version": 0,
             "actor": "",
@@ -508,6 +517,21 @@ def test_a_server_that_was_started_again_is_told_how_to_draft_and_waits_for_head
         and engine.heads_version == -1
         and engine.num_drafts == 1
     )
+    engine.close()
+
+
+@pytest.mark.parametrize(("max_drafts", "version"), [(2, 3), (0, 0)])
+def test_an_engine_without_heads_is_not_asked_what_a_feed_gave_it(
+    ask, max_drafts: int, version: int
+) -> None:
+    """A feed's address is in the environment of all engines, and reaches those without heads."""
+    engine, _ = ask(silent)
+    engine._client = httpx.Client(base_url="http://server", transport=(workers := ServerWorkers()))
+    workers.max_drafts, workers.feeds_itself = max_drafts, True
+    engine._take_stock({}, needs_heads=False)
+    rollouts = engine._answered([[1]], Sampling(), lambda: [])
+    assert rollouts.heads_version == version
+    assert ("medusa_feed_version" in workers.calls) == bool(max_drafts)
     engine.close()
 
 
