@@ -20,7 +20,7 @@ import httpx
 import pytest
 import torch
 
-from heads.checkpoint import checksum, save_state
+from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import EngineError, SwapError
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
@@ -461,14 +461,22 @@ class ServerWorkers(httpx.MockTransport):
         self.process = "first"
         self.max_drafts = 2
         self.feeds_itself = False
+        self.actor = ""
         self.actor_version = 0
         self.calls = list[str]()
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/metrics":
             return httpx.Response(200, content=b"")
+        if request.url.path != "/collective_rpc":
+            return httpx.Response(200)
         asked = json.loads(request.content)
         self.calls.append(asked["method"])
+        if asked["method"] == "medusa_sync_actor":
+            path, self.actor_version, _ = asked["args"]
+            self.actor = checksum(load_state(path))
+            receipt = {"version": self.actor_version, "checksum": self.actor, "seconds": 0.0}
+            return httpx.Response(200, json={"results": [receipt]})
         if asked["method"] == "medusa_feed_version" and not self.max_drafts:
             fault = {"kind": "SwapError", "problem": "The engine runs without draft heads."}
             return httpx.Response(200, json={"results": [{"error": fault}]})
@@ -480,7 +488,7 @@ class ServerWorkers(httpx.MockTransport):
             "version": 3,
             "heads": "",
             "heads_version": 0,
-            "actor": "",
+            "actor": self.actor,
         }
         return httpx.Response(
             200,
@@ -517,6 +525,36 @@ def test_a_server_that_was_started_again_is_told_how_to_draft_and_waits_for_head
         and engine.heads_version == -1
         and engine.num_drafts == 1
     )
+    engine.close()
+
+
+def test_a_server_that_was_started_again_does_not_pass_for_one_with_a_runs_first_actor(
+    ask, tmp_path: Path
+) -> None:
+    """A run's first actor is version 0, and so is that of a server which was never synced."""
+    engine, _ = ask(silent)
+    engine._client = httpx.Client(
+        base_url="http://127.0.0.1", transport=(workers := ServerWorkers())
+    )
+    engine._take_stock({})
+    save_state(tmp_path / "actor", {"w": torch.ones(2)})
+    engine.sync_actor(tmp_path / "actor", 0)
+    engine.counters()
+
+    synced = workers.actor
+    workers.process, workers.actor = "second", ""
+    for _ in range(2):
+        with pytest.raises(EngineError, match="a different actor") as caught:
+            engine.counters()
+    assert synced[:16] in str(caught.value)
+    workers.actor = synced  # Another client of the same run has synced it.
+    engine.counters()
+    assert engine.heads_version == -1
+
+    # Weights that a loop has loaded by its own means have no checksum.
+    engine.target_changed(7)
+    workers.process, workers.actor, workers.actor_version = "third", "", 7
+    engine.counters()
     engine.close()
 
 
