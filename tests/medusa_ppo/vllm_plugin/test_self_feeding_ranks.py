@@ -290,6 +290,92 @@ def test_lost_heads_that_cannot_be_loaded_are_tried_ever_more_rarely(
     assert feeder._patience_s == 5.0
 
 
+def test_a_question_that_fails_is_asked_ever_more_rarely_and_an_answer_ends_the_count(
+    published: Callable[[int], None],
+    begin: Callable[[Core], EngineFeeder],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps follow each other in milliseconds, so workers that were busy for one of them were asked
+    three times at once, and feeding ended for good.
+    """
+    core = Core(tmp_path, [{}])
+    feeder = begin(core)
+    watch = feeder._watch
+    assert watch is not None
+    published(1)
+    step_until(feeder, core, lambda: watch.known == 1)
+    # Versions are no part of it, so that what is counted is the questions.
+    watch.end()
+    watch._thread.join()
+    now = [0.0]
+    monkeypatch.setattr(self_feeding, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(self_feeding, "VERSION_S", 5.0)
+    feeder._asks_at, feeder._patience_s = 0.0, 5.0
+    honest = core.collective_rpc
+    asked: list[float] = []
+    fails = True
+
+    def failing(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        assert method == "medusa_feed_version"
+        asked.append(now[0])
+        if fails:
+            now[0] += 2.0
+            raise TimeoutError("RPC call timed out.")
+        return honest(method, args)
+
+    core.collective_rpc = failing  # type: ignore[method-assign]
+
+    def steps_until(second: float) -> list[float]:
+        asked.clear()
+        while now[0] < second:
+            feeder.between_steps(core)
+            now[0] += 0.5
+        return list(asked)
+
+    assert steps_until(20.0) == [0.0, 12.0]
+    for begins in (100.0, 200.0):
+        fails = False
+        now[0] = begins
+        assert steps_until(begins + 1) == [begins]
+        assert feeder._patience_s == 5.0
+        fails = True
+        assert steps_until(begins + 20) == [begins + 5, begins + 17]
+    assert feeder._watch is watch
+    # As many in a row as any other fault.
+    steps_until(300.0)
+    assert feeder._watch is None
+
+
+def test_a_question_that_fails_leaves_the_version_that_is_being_prepared(
+    published: Callable[[int], None],
+    begin: Callable[[Core], EngineFeeder],
+    tmp_path: Path,
+) -> None:
+    core = Core(tmp_path, [{}])
+    feeder = begin(core)
+    watch = feeder._watch
+    assert watch is not None
+    published(1)
+    step_until(feeder, core, lambda: watch.known == 1)
+    honest = core.collective_rpc
+    failed: list[str] = []
+
+    def failing(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method == "medusa_feed_version" and feeder._coming is not None and not failed:
+            failed.append(method)
+            raise TimeoutError("RPC call timed out.")
+        if method == "medusa_feed_ready" and not failed:
+            return [{"ready": False}]
+        return honest(method, args)
+
+    core.collective_rpc = failing  # type: ignore[method-assign]
+    published(2)
+    step_until(feeder, core, lambda: bool(failed))
+    assert feeder._coming is not None and feeder._coming.version == 2
+    step_until(feeder, core, lambda: watch.known == 2)
+
+
 @pytest.mark.parametrize("what", ["a rank without a drafter", "no room for a folder"])
 def test_an_engine_that_cannot_be_fed_says_so_once_and_runs(
     published: Callable[[int], None],
