@@ -9,6 +9,7 @@ other ranks' answers still in their queues.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -39,20 +40,26 @@ class Drafter:
         self.heads_checksum = ""
         self.faults = faults
         self.swaps: list[int] = []
+        self.made: list[Path] = []
+        self.prepares = threading.Event()
+        self.prepares.set()
 
     def held_version(self) -> int:
         return self.version if self.fed else -1
 
     def ahead(self, path: str, checked: Any) -> Callable[[], Any]:
-        return lambda: None
+        return self.prepares.wait
 
     def made_beside(self, begun: Any, path: str, checked: Any) -> Any:
+        self.made.append(Path(path))
         return begun.result()
 
     def swap(self, path: str, version: int, checked: Any, ready: Any = None) -> None:
         self.swaps.append(version)
         if version in self.faults:
             raise self.faults[version]
+        if ready is not None:
+            ready()
         self.fed, self.version, self.heads_checksum = True, version, checked.checksum
 
 
@@ -112,15 +119,17 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int]
 
 @pytest.fixture
 def begin() -> Any:
-    """begin(core): its feeder, which ends with the test."""
-    begun: list[EngineFeeder] = []
+    """begin(core): its feeder, which ends with the test, as do its workers' threads."""
+    begun: list[tuple[Core, EngineFeeder]] = []
 
     def start(core: Core) -> EngineFeeder:
-        begun.append(EngineFeeder(core))
-        return begun[-1]
+        begun.append((core, EngineFeeder(core)))
+        return begun[-1][1]
 
     yield start
-    for feeder in begun:
+    for core, feeder in begun:
+        for drafter in core.drafters:
+            drafter.prepares.set()
         feeder.close()
 
 
@@ -255,6 +264,36 @@ def test_heads_that_are_lost_in_any_way_are_loaded_again(
         assert [drafter.held_version() for drafter in core.drafters] == [1, 1]
     assert not any(core.queues)
     assert sketched == core.workers, "once for each rank"
+
+
+def test_heads_that_are_lost_while_newer_ones_are_prepared_leave_those(
+    published: Callable[[int], None], begin: Callable[[Core], EngineFeeder], tmp_path: Path
+) -> None:
+    """The lost ones serve until the newer ones are ready, whose file and preparation stay."""
+    core = Core(tmp_path, [{}, {}])
+    feeder = begin(core)
+    watch = feeder._watch
+    assert watch is not None
+    published(1)
+    step_until(feeder, core, lambda: watch.known == 1)
+    for drafter in core.drafters:
+        drafter.prepares.clear()
+        drafter.made.clear()
+    published(2)
+    step_until(feeder, core, lambda: feeder._coming is not None)
+    coming = feeder._coming
+    for drafter in core.drafters:
+        drafter.fed = False
+    feeder.between_steps(core)
+    assert [drafter.held_version() for drafter in core.drafters] == [1, 1]
+    looks = watch.looks
+    step_until(feeder, core, lambda: watch.looks > looks + 2)
+    for drafter in core.drafters:
+        drafter.prepares.set()
+    step_until(feeder, core, lambda: watch.known == 2 or feeder._coming is not coming)
+    assert watch.known == 2 and watch.serving is coming, "offered once"
+    assert [drafter.made for drafter in core.drafters] == [[coming.path]] * 2
+    assert [drafter.swaps for drafter in core.drafters] == [[1, 1, 2]] * 2
 
 
 def test_lost_heads_that_cannot_be_loaded_are_tried_ever_more_rarely(
