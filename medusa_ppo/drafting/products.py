@@ -197,10 +197,7 @@ class DraftVocabulary:
         if self.size:
             chosen_W = most_frequent(self._counts_V, self.size)
             self._chosen_W = self._chosen_W if chosen_W is None else chosen_W.cpu()
-        ids_W = self._chosen_W
-        if ids_W is None and self._stand_in and self.size:
-            ids_W = torch.arange(self.size)
-        self.ids_W = None if ids_W is None else ids_W.to(device)
+        self.ids_W = self._sent_ids(device)
         whole = self._whole and self._counts_V.numel() * hidden_size <= SMALL_ENTRIES
         self.product = None
         self._reads_weight = False
@@ -220,6 +217,19 @@ class DraftVocabulary:
         # gives logits of the whole vocabulary.
         if self.product is None:
             self.ids_W = None
+
+    def renew(self, device: torch.device) -> None:
+        """Send the ids to the device again, after its memory was thrown away. Their product is
+        renewed by `refresh`.
+        """
+        if self.ids_W is not None:
+            self.ids_W = self._sent_ids(device)
+
+    def _sent_ids(self, device: torch.device) -> torch.Tensor | None:
+        ids_W = self._chosen_W
+        if ids_W is None and self._stand_in and self.size:
+            ids_W = torch.arange(self.size)
+        return None if ids_W is None else ids_W.to(device)
 
     def choosing(
         self, weight_VD: torch.Tensor | None, dtype: torch.dtype

@@ -69,6 +69,10 @@ class ServerEngine(base.WorkerEngine):
 
     _met = ""
     """The worker process that answered last; empty: none yet."""
+    _actor_sum = ""
+    """Checksum of the actor that was synced last; empty: none was, or a loop has loaded it by its
+    own means.
+    """
     _settings: Drafting
     """Its draft settings."""
 
@@ -165,10 +169,16 @@ class ServerEngine(base.WorkerEngine):
         checked = checked or base.check_state(file, "the actor's weights")
         self._post("/pause", params={"mode": "keep", "clear_cache": "true"})
         try:
-            return super().sync_actor(file, version, checked)
+            receipt = super().sync_actor(file, version, checked)
         finally:
             # Resumed even after an error, because a paused server answers no requests.
             self._post("/resume")
+        self._actor_sum = receipt.checksum
+        return receipt
+
+    def target_changed(self, version: int) -> None:
+        super().target_changed(version)
+        self._actor_sum = ""
 
     def _receipt(
         self, method: str, path: str, version: int, checked: Checked | None = None
@@ -242,13 +252,17 @@ class ServerEngine(base.WorkerEngine):
     def _take_stock(self, drafting: Drafting, *, needs_heads: bool = True) -> None:
         self._settings = drafting
         super()._take_stock(drafting, needs_heads=needs_heads)
-        self._met, _ = self._who_answers()
+        self._met, _, _ = self._who_answers()
 
-    def _who_answers(self) -> tuple[str, int]:
-        """An identifier of the worker's process, and its actor's version."""
+    def _who_answers(self) -> tuple[str, int, str]:
+        """An identifier of the worker's process, its actor's version, and that one's checksum."""
         return self._asked(
             "medusa_checksums",
-            lambda answer: (str(answer["process"]), int(answer["actor_version"])),
+            lambda answer: (
+                str(answer["process"]),
+                int(answer["actor_version"]),
+                str(answer["actor"]),
+            ),
         )
 
     def _meet_again(self) -> None:
@@ -259,16 +273,21 @@ class ServerEngine(base.WorkerEngine):
             EngineError: it was restarted and not synced since, so it writes with the actor in its
                 folder.
         """
-        process, version = self._who_answers()
+        process, version, actor = self._who_answers()
         # Process ids can recur; the worker's own name for itself does not.
         if process == self._met:
             return
-        if version != self.policy_version:
+        # The version alone does not tell: a run's first actor is version 0, as is the one in the
+        # server's folder.
+        if (version, actor) != (self.policy_version, self._actor_sum):
             raise EngineError(
                 "The vLLM server was restarted, and its answers since then may come from a "
                 "different actor.",
-                given=f"actor version {version} at {self._address}",
-                expected=f"version {self.policy_version}, which was synced into it",
+                given=f"actor version {version} at {self._address}, {_in_words(actor)}",
+                expected=(
+                    f"version {self.policy_version}, {_in_words(self._actor_sum)}, which was synced"
+                    " into it"
+                ),
                 do="Sync the actor, or continue from a checkpoint.",
             )
         logger.warning("The vLLM server was restarted; it has the actor, and is getting its heads.")
@@ -477,6 +496,10 @@ class ServerEngine(base.WorkerEngine):
                 if len(content) > MOST_ANSWER_BYTES or time.monotonic() > deadline:
                     raise httpx.ReadTimeout(f"{len(content)} bytes in {within_s:.0f} s and no end")
             return httpx.Response(stream.status_code, content=bytes(content))
+
+
+def _in_words(actor_sum: str) -> str:
+    return f"checksum {actor_sum[:16]}" if actor_sum else "without a checksum"
 
 
 def last_words(log: str) -> str:

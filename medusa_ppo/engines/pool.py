@@ -64,7 +64,7 @@ class Seat:
 
     Attributes:
         restarts: since its last answer.
-        away_since: when it was first lost since its last answer, by the monotonic clock; None: it
+        away_since: when it was first lost since it was last there, by the monotonic clock; None: it
             was not.
         why: why it was lost, or did not start; empty: it was neither.
     """
@@ -700,6 +700,8 @@ class EnginePool(base.RolloutEngine):
                 self._lost(seat, _not_started(error))
             else:
                 seat.engine = start.result()
+                # If it goes again before it has answered, it is waited for as long as before.
+                seat.away_since = None
                 seat.versions = {}
                 seat.settings = Drafting()
                 seat.behind = False

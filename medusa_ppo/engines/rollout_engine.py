@@ -309,7 +309,8 @@ class WorkerEngine(RolloutEngine):
         return self._call("medusa_plugin_report")
 
     def serving_version(self) -> int:
-        if self._feeds_itself:
+        # The feed's address is an environment variable, which engines without heads see, too.
+        if self._feeds_itself and self.max_drafts:
             # Only its number: the engine may be asleep by now, and on a GPU its heads can't be read
             # there.
             self.heads_version = self._asked(

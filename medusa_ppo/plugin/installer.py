@@ -5,6 +5,7 @@ install        send newer heads; if they don't arrive as sent, send the previous
 take_back      go back to the previous heads if the engine accepts next to nothing of the new ones
 feed_again     send an engine that lost its heads (a deep sleep, a failed swap) the heads that it
                should have
+begin_on_a_server   the same for a server that was running before, and has somebody else's
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from heads.checkpoint import checksum, load_state, save_state
-from heads.errors import SwapError
+from heads.errors import EngineError, SwapError
 from heads.modules import MedusaHeads
 from medusa_ppo.contract.rollouts import Counters, Rollouts
 from medusa_ppo.contract.status import PublishedHeads
@@ -212,6 +213,36 @@ class HeadsInstaller:
                 wanted.version if wanted else 0,
             )
 
+    def begin_on_a_server(self, *, named: bool) -> None:
+        """Before the first step, with an engine that was running before the run: it drafts with the
+        heads that whoever used it last left there.
+
+        Args:
+            named: the run names its first heads (`heads.path`), so the engine gets them. Otherwise
+                they are new and draft nothing: the engine keeps its own until the first ones are
+                published, and a warning tells both.
+        """
+        if self._first is None:
+            return
+        own = checksum(self._first.trainable_state())
+        held, differ = self._held()
+        if held == own and not (named and self._engine.heads_version):
+            return
+        if named:
+            self._go_back(
+                None, "The server did not take the heads of heads.path, and drafts with its own."
+            )
+            self._seconds = 0.0  # No step has begun.
+        elif self._engine.num_drafts and self._engine.heads_version >= 0:
+            logger.warning(
+                "Until heads are published, the server drafts with those that it has (version %d,"
+                " %s), and the report's figures are theirs; the run starts with %s. Name the heads"
+                " to start with in heads.path.",
+                self._engine.heads_version,
+                differ or f"checksum {held[:16]}",
+                f"checksum {own[:16]}",
+            )
+
     def heads_to_save(self, newest: Callable[[], PublishedHeads | None]) -> tuple[MedusaHeads, int]:
         """The heads that the engine drafts with, and their version.
 
@@ -229,6 +260,13 @@ class HeadsInstaller:
         return heads, installed.version if installed else 0
 
     # ---- parts
+
+    def _held(self) -> tuple[str, str]:
+        """The checksum of the engine's heads; or an empty one, and why there is none."""
+        try:
+            return self._engine.checksums()["heads"], ""
+        except EngineError as error:  # Several servers, each with its own.
+            return "", error.problem
 
     def _go_back(self, heads: PublishedHeads | None, failure: str) -> bool:
         """Install these heads, or if there are none those that the run started with. False if that

@@ -168,6 +168,9 @@ class RunSession:
             with learner.turns.aside(ACTOR):
                 wake = functools.partial(learner.turns.wake, engine, level)
                 sync(actor, position.policy_version, wake)
+        # And the heads, which would draft until the first ones are published.
+        if config.engine.addresses and isinstance(plugin, MedusaPlugin):
+            plugin.installer.begin_on_a_server(named=bool(config.heads.path))
         remembered = self._remember(engine, tokenizer, actor_path, resume)
         prompts, evaluation, texts = streams
         parts = Parts(

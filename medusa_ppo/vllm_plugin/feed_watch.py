@@ -92,7 +92,10 @@ class FeedWatch:
     def took(self, fetched: Fetched, fault: Exception | None) -> None:
         """Report that the engine drafts with it, or refused it; then it is not offered again."""
         with self._lock:
-            self._loading = None
+            # What serves may be loaded again while a newer version is being prepared, which needs
+            # its file then.
+            if self._loading is fetched:
+                self._loading = None
             if fault is None:
                 self.serving = fetched
                 self.known = max(self.known, fetched.version)

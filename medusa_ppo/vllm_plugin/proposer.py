@@ -718,8 +718,12 @@ class MedusaProposer(Drafter):
         self.heads.temperatures_K.fill_(1.0)
         if self._mark is not None:
             self._mark.copy_(torch.tensor(MARK, device=self.device))
+        self.draft_vocabulary.renew(self.device)
         if self._slots is not None:
             self._slots.renew()
+            # Not only by the next swap: requests may be running, and their drafts are verified
+            # against a table of q that is as wide as before.
+            self._slots.use(self.draft_vocabulary.ids_W)
         if self.stopping is not None:
             self.stopping.renew()
         saved = None if self._calibrating is None else self._calibrating.memory

@@ -39,7 +39,7 @@ VERSION_S = 5.0
 without the core (`collective_rpc`), and a swap of its own may fail.
 """
 MOST_FAULTS = 3
-"""Failures in a row, with no version loaded between them, after which feeding ends."""
+"""Failures in a row, after which feeding ends: to load a version, or to ask what serves."""
 FEEDER = "medusa_feeder"
 """Attribute of vLLM's core that holds its `EngineFeeder`."""
 
@@ -59,7 +59,9 @@ class EngineFeeder:
         self._asks_at = 0.0
         self._patience_s = VERSION_S
         self.woken = False
+        # In a row: with no version loaded between them, or no answer.
         self._faults = 0
+        self._unanswered = 0
         try:
             answer = self._state(core)
             actor = FeedActor(heads=dict(answer["heads"]), sketch=str(answer["sketch"]))
@@ -89,10 +91,19 @@ class EngineFeeder:
             return
         if (serving := watch.serving) is not None and self._asks(watch):
             self.woken = False
+            try:
+                lost = self._lost(core)
+            except Exception as error:
+                # It says nothing about a version that is being prepared, which stays.
+                self._unanswered += 1
+                self._ask_later(2 * self._patience_s)
+                what = "The workers could not be asked which heads they have"
+                self._had_fault(watch, self._unanswered, what, error)
+                return
+            self._unanswered = 0
             # A deep sleep may have thrown the heads away. What fails is tried ever more rarely.
-            good = not self._lost(core) or self._load(core, watch, serving)
-            self._patience_s = VERSION_S if good else 2 * self._patience_s
-            self._asks_at = time.perf_counter() + self._patience_s
+            good = not lost or self._load(core, watch, serving)
+            self._ask_later(VERSION_S if good else 2 * self._patience_s)
         if self._coming is None and (fetched := watch.take()) is not None:
             # Each rank reads it while the engine runs; it is loaded after a later step.
             self._coming = fetched
@@ -107,26 +118,38 @@ class EngineFeeder:
             return False
         return self.woken or time.perf_counter() >= self._asks_at
 
+    def _ask_later(self, patience_s: float) -> None:
+        """Seconds from now, since a call that fails may have taken longer than that."""
+        self._patience_s = patience_s
+        self._asks_at = time.perf_counter() + patience_s
+
     def _failed(self, watch: FeedWatch, error: Exception) -> None:
-        """Take an error that no version explains. After a few in a row the engine is left alone:
-        each of them may have cost it a step's time, and its heads draft as before.
-        """
+        """Take an error of loading that no version explains."""
         self._faults += 1
+        what = "Newer heads could not be loaded"
         if self._coming is not None:
-            # A newer version may be better; this one is not tried again.
+            # A newer version may be better; this one is not tried again, and the watch says so.
             watch.took(self._coming, error)
             self._coming = None
-        elif self._faults == 1:
-            logger.warning(
-                "Newer heads could not be loaded: %s. The engine keeps drafting as before.",
-                _in_words(error),
-            )
-        if self._faults >= MOST_FAULTS:
+            what = ""
+        self._had_fault(watch, self._faults, what, error)
+
+    def _had_fault(self, watch: FeedWatch, faults: int, what: str, error: Exception) -> None:
+        """Tell the first of some faults in a row. After a few the engine is left alone: each of
+        them may have cost it a step's time, and its heads draft as before.
+
+        Args:
+            faults: in a row, with this one.
+            what: what failed; empty: it was told already.
+        """
+        if what and faults == 1:
+            logger.warning("%s: %s. The engine keeps drafting as before.", what, _in_words(error))
+        if faults >= MOST_FAULTS:
             logger.warning(
                 "This engine loads no more heads from %s, after %d failures in a row: %s. Restart"
                 " the engine to feed it again.",
                 FEED,
-                self._faults,
+                faults,
                 _in_words(error),
             )
             self._watch = None

@@ -20,7 +20,7 @@ import httpx
 import pytest
 import torch
 
-from heads.checkpoint import checksum, save_state
+from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import EngineError, SwapError
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
@@ -452,26 +452,43 @@ def test_a_server_that_was_started_here_is_asked_without_the_proxy_of_the_enviro
 
 
 class ServerWorkers(httpx.MockTransport):
-    """A server's worker with heads, as far as it is asked here; `process` says which one it is."""
+    """A server's worker, as far as it is asked here; `process` says which one it is, and without
+    `max_drafts` it has no heads.
+    """
 
     def __init__(self) -> None:
         super().__init__(self._answer)
         self.process = "first"
+        self.max_drafts = 2
+        self.feeds_itself = False
+        self.actor = ""
         self.actor_version = 0
         self.calls = list[str]()
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
         if request.url.path == "/metrics":
             return httpx.Response(200, content=b"")
+        if request.url.path != "/collective_rpc":
+            return httpx.Response(200)
         asked = json.loads(request.content)
         self.calls.append(asked["method"])
+        if asked["method"] == "medusa_sync_actor":
+            path, self.actor_version, _ = asked["args"]
+            self.actor = checksum(load_state(path))
+            receipt = {"version": self.actor_version, "checksum": self.actor, "seconds": 0.0}
+            return httpx.Response(200, json={"results": [receipt]})
+        if asked["method"] == "medusa_feed_version" and not self.max_drafts:
+            fault = {"kind": "SwapError", "problem": "The engine runs without draft heads."}
+            return httpx.Response(200, json={"results": [{"error": fault}]})
         facts = {
-            "kind": "medusa",
+            "kind": "medusa" if self.max_drafts else "",
             "drafter": "x",
-            "max_drafts": 2,
+            "max_drafts": self.max_drafts,
+            "feeds_itself": self.feeds_itself,
+            "version": 3,
             "heads": "",
             "heads_version": 0,
-            "actor": "",
+            "actor": self.actor,
         }
         return httpx.Response(
             200,
@@ -508,6 +525,51 @@ def test_a_server_that_was_started_again_is_told_how_to_draft_and_waits_for_head
         and engine.heads_version == -1
         and engine.num_drafts == 1
     )
+    engine.close()
+
+
+def test_a_server_that_was_started_again_does_not_pass_for_one_with_a_runs_first_actor(
+    ask, tmp_path: Path
+) -> None:
+    """A run's first actor is version 0, and so is that of a server which was never synced."""
+    engine, _ = ask(silent)
+    engine._client = httpx.Client(
+        base_url="http://127.0.0.1", transport=(workers := ServerWorkers())
+    )
+    engine._take_stock({})
+    save_state(tmp_path / "actor", {"w": torch.ones(2)})
+    engine.sync_actor(tmp_path / "actor", 0)
+    engine.counters()
+
+    synced = workers.actor
+    workers.process, workers.actor = "second", ""
+    for _ in range(2):
+        with pytest.raises(EngineError, match="a different actor") as caught:
+            engine.counters()
+    assert synced[:16] in str(caught.value)
+    workers.actor = synced  # Another client of the same run has synced it.
+    engine.counters()
+    assert engine.heads_version == -1
+
+    # Weights that a loop has loaded by its own means have no checksum.
+    engine.target_changed(7)
+    workers.process, workers.actor, workers.actor_version = "third", "", 7
+    engine.counters()
+    engine.close()
+
+
+@pytest.mark.parametrize(("max_drafts", "version"), [(2, 3), (0, 0)])
+def test_an_engine_without_heads_is_not_asked_what_a_feed_gave_it(
+    ask, max_drafts: int, version: int
+) -> None:
+    """A feed's address is in the environment of all engines, and reaches those without heads."""
+    engine, _ = ask(silent)
+    engine._client = httpx.Client(base_url="http://server", transport=(workers := ServerWorkers()))
+    workers.max_drafts, workers.feeds_itself = max_drafts, True
+    engine._take_stock({}, needs_heads=False)
+    rollouts = engine._answered([[1]], Sampling(), lambda: [])
+    assert rollouts.heads_version == version
+    assert ("medusa_feed_version" in workers.calls) == bool(max_drafts)
     engine.close()
 
 

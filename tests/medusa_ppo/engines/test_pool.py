@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -720,6 +721,27 @@ def test_a_single_server_is_waited_for(make_attached: Any, tmp_path: Path) -> No
         call()
     assert len(factory.of(0)) == 5 and pool.restarts == 4
     assert pool.generate(PROMPTS, SAMPLING).policy_version == 3
+
+
+def test_a_server_that_came_back_is_waited_for_again(
+    make_attached: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was away for most of the time that it may be, came back, and is gone before it has
+    answered.
+    """
+    pool, factory = make_attached(1, back_within_s=60.0)
+    now = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr(pool_module, "time", clock)
+    pool._lost(pool._seats[0], EngineError("The server is gone."))
+    wait([pool._seats[0].starting])
+    now[0] += 59.0
+    pool._revive()
+    now[0] += 2.0
+    factory.of(0)[-1].dies_at_call = 1
+    factory.failing[0] = 2
+    assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
+    assert len(factory.of(0)) == 3 and pool.restarts == 2
 
 
 @pytest.mark.parametrize("call", ["generate", "swap"])

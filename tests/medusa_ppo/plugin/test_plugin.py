@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import checksum, load_heads, load_state
-from heads.errors import CheckpointError, DataError, SwapError
+from heads.errors import CheckpointError, DataError, EngineError, SwapError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import HiddenTap, lm_head_weight
@@ -882,3 +882,51 @@ def test_a_companion_that_does_not_pay_is_handed_nothing(parts) -> None:
     assert all(
         names.COMPANION_SAVED_S in value and value[names.COMPANION_LOST_S] > 0 for value in values
     )
+
+
+def test_a_server_that_drafted_for_somebody_else_gets_the_heads_of_the_start(parts) -> None:
+    _, engine, _, plugin = parts
+    first = engine.checksums()["heads"]
+    plugin.installer.begin_on_a_server(named=True)
+    assert not engine.calls, "it has these heads already, as version 0"
+    for parameter in engine.heads.parameters():
+        parameter.data.fill_(7.0)
+    engine.heads_version = 16
+    plugin.installer.begin_on_a_server(named=True)
+    assert engine.checksums()["heads"] == first and engine.heads_version == 0
+    engine.heads_version = 16  # The same, but rollouts would tell somebody else's number.
+    plugin.installer.begin_on_a_server(named=True)
+    assert engine.calls == [("swap", 0)] * 2 and plugin.installer.swaps == 0
+    assert plugin.installer.take_seconds() == 0, "this was before the first step"
+
+
+def test_servers_that_hold_different_heads_get_those_of_the_start(
+    parts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, engine, _, plugin = parts
+
+    def apart() -> dict[str, str]:
+        raise EngineError("The engines hold different weights.")
+
+    monkeypatch.setattr(engine, "checksums", apart)
+    plugin.installer.begin_on_a_server(named=True)
+    assert engine.calls == [("swap", 0)]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_server_with_other_heads_than_the_runs_own_is_told_of(
+    parts, caplog: pytest.LogCaptureFixture, num_drafts: int
+) -> None:
+    """The run's own are new and draft nothing yet, so the server keeps those that it has."""
+    _, engine, _, plugin = parts
+    engine.num_drafts = num_drafts
+    first = engine.checksums()["heads"]
+    plugin.installer.begin_on_a_server(named=False)
+    assert not caplog.records
+    for parameter in engine.heads.parameters():
+        parameter.data.fill_(7.0)
+    engine.heads_version = 16
+    plugin.installer.begin_on_a_server(named=False)
+    told = [r.getMessage() for r in caplog.records if "heads.path" in r.getMessage()]
+    assert len(told) == (num_drafts > 0) and not engine.calls
+    assert all(first[:16] in text and "version 16" in text for text in told)

@@ -5,6 +5,7 @@ is closed, however the run ends.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.demo.task import build_tokenizer
 from medusa_ppo.engines.pieces import SharedMemory
 from medusa_ppo.engines.pool import EnginePool
+from medusa_ppo.plugin import MedusaPlugin
 from medusa_ppo.ppo import session
 from medusa_ppo.ppo.loop import run_ppo
 from medusa_ppo.ppo.run_progress import LineProgress, ProgressSink
@@ -92,7 +94,7 @@ def settings(tmp_path: Path, actor: Path, **changes) -> RunConfig:
         "ppo": {"steps": STEPS, "prompts_per_step": 2, "threads": 1, "checkpoint_every": 1},
     }
     for key, value in changes.items():
-        values[key] = {**values[key], **value} if isinstance(value, dict) else value
+        values[key] = {**values.get(key, {}), **value} if isinstance(value, dict) else value
     return build_config(values)
 
 
@@ -311,6 +313,50 @@ def test_a_running_server_gets_the_runs_own_actor_before_its_first_answer(
         [[s[n] for n in names] for s in read_run(c.run_dir).steps] for c in (own, config)
     )
     assert found == expected
+
+
+@pytest.mark.parametrize("backend", ["http://127.0.0.1:1", "colocated"])
+def test_a_running_server_drafts_with_the_runs_own_heads_before_its_first_answer(
+    tmp_path: Path,
+    actor_folder: Path,
+    scene: SessionScene,
+    sampling_engine,
+    monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+):
+    """It may hold those of whoever used it last, here of version 16. An engine that the run starts
+    has them from its start.
+    """
+    actor = AutoModelForCausalLM.from_pretrained(actor_folder)
+    heads = build_config({"heads": {"num_heads": 2, "kind": "medusa"}})
+    MedusaPlugin.prepare_heads(heads, actor, tmp_path / "heads")
+    events = []
+    attached = backend != "colocated"
+
+    def seen(name, call, *given):
+        events.append(name)
+        return call(*given)
+
+    def make_engine(*args, **how):
+        engine = sampling_engine(actor)
+        engine.max_drafts = engine.num_drafts = 2
+        engine.heads_version = 16 if attached else 0
+        for name in ("sync_actor", "swap_heads", "generate"):
+            monkeypatch.setattr(engine, name, functools.partial(seen, name, getattr(engine, name)))
+        scene.engine = engine
+        return engine
+
+    monkeypatch.setattr(session, "make_engine", make_engine)
+    config = settings(
+        tmp_path,
+        actor_folder,
+        engine={"backend": backend, "num_drafts": 2},
+        heads={"path": str(tmp_path / "heads")},
+    )
+    run_ppo(config)
+    begins = ["sync_actor", "swap_heads"] if attached else []
+    assert events[: len(begins) + 2] == [*begins, "generate", "sync_actor"]
+    assert scene.engine.heads_version == 0
 
 
 def test_an_actor_is_saved_even_if_the_last_checkpoint_does_not_fit_on_the_disk(

@@ -67,6 +67,24 @@ def test_the_newest_is_offered_once_and_its_files_go_with_the_watch(
     assert not folder.exists()
 
 
+def test_what_serves_is_loaded_again_and_the_version_that_is_being_loaded_stays(
+    watch: FeedWatch, tmp_path: Path
+) -> None:
+    publish(tmp_path, 1)
+    first = taken(watch)
+    watch.took(first, None)
+    publish(tmp_path, 2)
+    second = taken(watch)
+    watch.took(first, None)
+    assert watch.newest_here == 2
+    looks = watch.looks
+    until(lambda: watch.looks > looks + 2)
+    assert not watch.offers and second.path.is_file() and first.path.is_file()
+    publish(tmp_path, 3)
+    until(lambda: watch.offers)
+    assert second.path.is_file(), "files are only removed where a newer one is fetched"
+
+
 def test_what_a_killed_engine_left_in_shared_memory_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -808,6 +808,37 @@ def test_a_deep_sleep_leaves_memory_and_early_ends_as_new(
     assert drafted_with_a_memory(step) == expected
 
 
+@pytest.mark.parametrize("chosen", [True, False])
+def test_drafts_of_heads_that_were_lost_meanwhile_are_verified(
+    device: torch.device, chosen: bool
+) -> None:
+    """A swap that failed while requests run: their drafts are still verified, against a table of q
+    as wide as the draft vocabulary, whether its tokens were counted or stand for them.
+    """
+    step = ProposerStep(3, device=device)
+    proposer = step.proposer
+    vocabulary = DraftVocabulary(V - 2, V, stand_in=True)
+    if chosen:
+        vocabulary.observe([list(range(2, V)) * 8 * V])
+    proposer.draft_vocabulary = vocabulary
+    proposer._refresh_vocabulary()
+    ids = list(range(2, V)) if chosen else list(range(V - 2))
+    before = vocabulary.ids_W
+    assert before.tolist() == ids
+    keys = list(step.live)
+    ids_BK = step.propose(keys, 7)
+    # The host's copy is all that is left of them.
+    vocabulary.ids_W = proposer._slots.ids_W = before.clone().fill_(V - 1)
+    for parameter in proposer.heads.parameters():
+        parameter.zero_()
+    assert proposer.held_version() == -1
+    p_KV = torch.zeros(K + 1, V)
+    p_KV[:, V - 1] = 1
+    _, last_B = step.verify(keys, 7, ids_BK, [K] * 3, p_KV)
+    assert last_B.tolist() == [V - 1] * 3
+    assert proposer._slots.ids_W.tolist() == vocabulary.ids_W.tolist() == ids
+
+
 def test_untrained_heads_whose_memory_came_back_as_zeros_are_lost(device: torch.device) -> None:
     """They are zeros themselves, and everything beside them is not: early ends, for example, then
     ended every run for good.

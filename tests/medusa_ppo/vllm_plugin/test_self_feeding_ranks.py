@@ -9,6 +9,7 @@ other ranks' answers still in their queues.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -39,20 +40,26 @@ class Drafter:
         self.heads_checksum = ""
         self.faults = faults
         self.swaps: list[int] = []
+        self.made: list[Path] = []
+        self.prepares = threading.Event()
+        self.prepares.set()
 
     def held_version(self) -> int:
         return self.version if self.fed else -1
 
     def ahead(self, path: str, checked: Any) -> Callable[[], Any]:
-        return lambda: None
+        return self.prepares.wait
 
     def made_beside(self, begun: Any, path: str, checked: Any) -> Any:
+        self.made.append(Path(path))
         return begun.result()
 
     def swap(self, path: str, version: int, checked: Any, ready: Any = None) -> None:
         self.swaps.append(version)
         if version in self.faults:
             raise self.faults[version]
+        if ready is not None:
+            ready()
         self.fed, self.version, self.heads_checksum = True, version, checked.checksum
 
 
@@ -112,15 +119,17 @@ def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int]
 
 @pytest.fixture
 def begin() -> Any:
-    """begin(core): its feeder, which ends with the test."""
-    begun: list[EngineFeeder] = []
+    """begin(core): its feeder, which ends with the test, as do its workers' threads."""
+    begun: list[tuple[Core, EngineFeeder]] = []
 
     def start(core: Core) -> EngineFeeder:
-        begun.append(EngineFeeder(core))
-        return begun[-1]
+        begun.append((core, EngineFeeder(core)))
+        return begun[-1][1]
 
     yield start
-    for feeder in begun:
+    for core, feeder in begun:
+        for drafter in core.drafters:
+            drafter.prepares.set()
         feeder.close()
 
 
@@ -257,6 +266,36 @@ def test_heads_that_are_lost_in_any_way_are_loaded_again(
     assert sketched == core.workers, "once for each rank"
 
 
+def test_heads_that_are_lost_while_newer_ones_are_prepared_leave_those(
+    published: Callable[[int], None], begin: Callable[[Core], EngineFeeder], tmp_path: Path
+) -> None:
+    """The lost ones serve until the newer ones are ready, whose file and preparation stay."""
+    core = Core(tmp_path, [{}, {}])
+    feeder = begin(core)
+    watch = feeder._watch
+    assert watch is not None
+    published(1)
+    step_until(feeder, core, lambda: watch.known == 1)
+    for drafter in core.drafters:
+        drafter.prepares.clear()
+        drafter.made.clear()
+    published(2)
+    step_until(feeder, core, lambda: feeder._coming is not None)
+    coming = feeder._coming
+    for drafter in core.drafters:
+        drafter.fed = False
+    feeder.between_steps(core)
+    assert [drafter.held_version() for drafter in core.drafters] == [1, 1]
+    looks = watch.looks
+    step_until(feeder, core, lambda: watch.looks > looks + 2)
+    for drafter in core.drafters:
+        drafter.prepares.set()
+    step_until(feeder, core, lambda: watch.known == 2 or feeder._coming is not coming)
+    assert watch.known == 2 and watch.serving is coming, "offered once"
+    assert [drafter.made for drafter in core.drafters] == [[coming.path]] * 2
+    assert [drafter.swaps for drafter in core.drafters] == [[1, 1, 2]] * 2
+
+
 def test_lost_heads_that_cannot_be_loaded_are_tried_ever_more_rarely(
     published: Callable[[int], None],
     begin: Callable[[Core], EngineFeeder],
@@ -288,6 +327,92 @@ def test_lost_heads_that_cannot_be_loaded_are_tried_ever_more_rarely(
         feeder.between_steps(core)
     assert drafter.swaps == [1] * 5 and drafter.held_version() == 1
     assert feeder._patience_s == 5.0
+
+
+def test_a_question_that_fails_is_asked_ever_more_rarely_and_an_answer_ends_the_count(
+    published: Callable[[int], None],
+    begin: Callable[[Core], EngineFeeder],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps follow each other in milliseconds, so workers that were busy for one of them were asked
+    three times at once, and feeding ended for good.
+    """
+    core = Core(tmp_path, [{}])
+    feeder = begin(core)
+    watch = feeder._watch
+    assert watch is not None
+    published(1)
+    step_until(feeder, core, lambda: watch.known == 1)
+    # Versions are no part of it, so that what is counted is the questions.
+    watch.end()
+    watch._thread.join()
+    now = [0.0]
+    monkeypatch.setattr(self_feeding, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(self_feeding, "VERSION_S", 5.0)
+    feeder._asks_at, feeder._patience_s = 0.0, 5.0
+    honest = core.collective_rpc
+    asked: list[float] = []
+    fails = True
+
+    def failing(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        assert method == "medusa_feed_version"
+        asked.append(now[0])
+        if fails:
+            now[0] += 2.0
+            raise TimeoutError("RPC call timed out.")
+        return honest(method, args)
+
+    core.collective_rpc = failing  # type: ignore[method-assign]
+
+    def steps_until(second: float) -> list[float]:
+        asked.clear()
+        while now[0] < second:
+            feeder.between_steps(core)
+            now[0] += 0.5
+        return list(asked)
+
+    assert steps_until(20.0) == [0.0, 12.0]
+    for begins in (100.0, 200.0):
+        fails = False
+        now[0] = begins
+        assert steps_until(begins + 1) == [begins]
+        assert feeder._patience_s == 5.0
+        fails = True
+        assert steps_until(begins + 20) == [begins + 5, begins + 17]
+    assert feeder._watch is watch
+    # As many in a row as any other fault.
+    steps_until(300.0)
+    assert feeder._watch is None
+
+
+def test_a_question_that_fails_leaves_the_version_that_is_being_prepared(
+    published: Callable[[int], None],
+    begin: Callable[[Core], EngineFeeder],
+    tmp_path: Path,
+) -> None:
+    core = Core(tmp_path, [{}])
+    feeder = begin(core)
+    watch = feeder._watch
+    assert watch is not None
+    published(1)
+    step_until(feeder, core, lambda: watch.known == 1)
+    honest = core.collective_rpc
+    failed: list[str] = []
+
+    def failing(method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method == "medusa_feed_version" and feeder._coming is not None and not failed:
+            failed.append(method)
+            raise TimeoutError("RPC call timed out.")
+        if method == "medusa_feed_ready" and not failed:
+            return [{"ready": False}]
+        return honest(method, args)
+
+    core.collective_rpc = failing  # type: ignore[method-assign]
+    published(2)
+    step_until(feeder, core, lambda: bool(failed))
+    assert feeder._coming is not None and feeder._coming.version == 2
+    step_until(feeder, core, lambda: watch.known == 2)
 
 
 @pytest.mark.parametrize("what", ["a rank without a drafter", "no room for a folder"])
