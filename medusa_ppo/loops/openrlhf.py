@@ -66,6 +66,7 @@ from medusa_ppo.loops.worker_tap import (
     own_variables,
 )
 from medusa_ppo.runtime.processes import on_one_node
+from medusa_ppo.vllm_plugin.speculation import FEED
 from medusa_ppo.vllm_plugin.worker_calls import DRAFTING
 
 logger = logging.getLogger(__name__)
@@ -379,6 +380,10 @@ def unsupported(args: Any, *, tapped: bool = False) -> dict[str, bool]:
     """
     return {
         f"--train.async_enable without {COMPANION}": bool(args.train.async_enable) and not tapped,
+        # Engines would take a feed's heads over ours and ours over the feed's.
+        f"{FEED} without {COMPANION} (this trainer gives heads to its engines itself)": (
+            bool(os.environ.get(FEED)) and not tapped
+        ),
         "--ds.ring_attn_size > 1": int(args.ds.ring_attn_size) > 1,
         "--ds.tensor_parallel_size > 1": int(args.ds.tensor_parallel_size) > 1,
         "--vllm.num_engines 0": not args.vllm.num_engines,
