@@ -242,6 +242,10 @@ class CompanionClient:
                 self._rows = rollouts.policy_version, *self._put_rows(collector.token_ids())
         return collector
 
+    def count_left_out(self, tokens: int) -> None:
+        """Count response tokens that a sample drawn by others omits."""
+        self._left_out += tokens
+
     def most_rows(self) -> int:
         """How many rows of the next batch to submit: as many as fit next to the previous batch and
         the companion has time for.

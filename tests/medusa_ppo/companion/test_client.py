@@ -110,6 +110,8 @@ def test_a_fraction_is_sampled_before_the_copy(chain, client_of) -> None:
     )
     assert 0 < status.positions_frac < trained_on / 45
     assert status.positions_left_out == collector.left_out
+    client.count_left_out(7)
+    assert client.status().positions_left_out == collector.left_out + 7
 
 
 def test_a_batch_of_twenty_times_the_budget_is_sampled(chain, client_of) -> None:
