@@ -252,7 +252,9 @@ def buffered_rows(items: Sequence[Any]) -> Rows:
             responses.append(list(response))
             if item.action_log_probs is not None:
                 logprobs.append(item.action_log_probs[first:last].float().cpu())
-    return prompts, responses, logprobs if len(logprobs) == len(responses) else None
+    # Of all items, whether they give rows or not: all ranks must come to the same answer.
+    known = all(item.action_log_probs is not None for item in items)
+    return prompts, responses, logprobs if known else None
 
 
 def trainer_actor() -> Any:

@@ -490,7 +490,8 @@ def test_the_rows_of_its_replay_buffer_are_those_that_it_trains_on() -> None:
     assert [values.tolist() for values in logprobs] == [[2.0, 3.0], [10.0, 11.0, 12.0, 13.0]]
     for item in items:
         item.action_log_probs = None
-    assert ours.buffered_rows(items)[2] is None
+    # The same on a rank without a row: all ask each other for their tokens, or none.
+    assert ours.buffered_rows(items)[2] is None and ours.buffered_rows(items[1:2])[2] is None
 
 
 def test_engines_that_feed_themselves_need_the_companions_heads(
