@@ -146,7 +146,7 @@ def test_of_a_batch_beyond_the_budget_a_sample_is_taken_of_all_its_parts(
     quarters = torch.zeros(4)
     places = torch.zeros(5)
     tap = PassTap(model, Sampling(), 2 * budget * (2 * 4 + ROW_BYTES), 2)
-    for batch_number in range(8):
+    for batch_number in range(24):
         if told:
             tap.expect(128 * 500)
         for part in range(passes):
@@ -172,7 +172,7 @@ def test_of_a_batch_beyond_the_budget_a_sample_is_taken_of_all_its_parts(
     assert quarters.min() > 0.15 * quarters.sum() and quarters.max() < 0.35 * quarters.sum()
     # A piece that is due little more than a block takes a second one only where it is short: at a
     # response's two ends.
-    assert places.min() > 0.65 * places.max(), places
+    assert places.min() > 0.75 * places.max(), places
 
 
 @pytest.mark.parametrize("asked", [None, 8000, 3000], ids=["all", "too-many", "fewer"])
