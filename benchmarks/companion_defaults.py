@@ -191,6 +191,9 @@ class ClientRecorder:
     def collector(self, rollouts: Rollouts) -> BatchCollector:
         return BatchCollector(rollouts)
 
+    def count_left_out(self, tokens: int) -> None:
+        """Nobody reads it here."""
+
     def submit(self, batch: RolloutBatch, rows: TableRows | None = None) -> None:
         # float64 can hold a version and a temperature, so one tensor suffices.
         meta = torch.tensor([batch.policy_version, batch.temperature], dtype=torch.float64)

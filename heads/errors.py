@@ -8,6 +8,7 @@ MedusaError                     every error that a user can meet
 └── RunError                    the request was right, doing it failed (exit code 1)
     ├── CheckpointError         a heads directory that is damaged or does not fit the actor
     ├── CompanionError          the companion process
+    │   └── SavedStateError     the state that it should go on from
     ├── EngineError             the vLLM engine
     │   ├── SwapError           heads or actor weights that did not reach the engine
     │   └── UnsupportedVersionError   a version of vLLM that was never checked
@@ -90,6 +91,10 @@ class CheckpointError(RunError):
 
 class CompanionError(RunError):
     """The companion process failed."""
+
+
+class SavedStateError(CompanionError):
+    """The saved state that a companion should go on from is damaged or does not fit its heads."""
 
 
 class EngineError(RunError):

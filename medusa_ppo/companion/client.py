@@ -22,12 +22,12 @@ import torch
 from ray.exceptions import GetTimeoutError, RayError
 
 from heads.checkpoint import checksum, load_state, save_state
-from heads.errors import CompanionError
+from heads.errors import CheckpointError, CompanionError, SavedStateError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.giving_way import Pace
 from medusa_ppo.companion.positions import ROW_BYTES, EarlySample
-from medusa_ppo.companion.service import CompanionService, settle
+from medusa_ppo.companion.service import STATE_FILE, CompanionService, settle
 from medusa_ppo.companion.team import MAX_RESTARTS, HandedBatch, Leader, actor_options
 from medusa_ppo.companion.wire import (
     HANG_S,
@@ -55,6 +55,10 @@ from medusa_ppo.runtime.processes import bundle, release, reserve, without_line
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 180.0
+STATE_BYTES_PER_S = 25e6
+"""Assumed speed of a start that goes on from a saved state, in bytes of its file: it is read,
+checked and written again, and a network disk may do 50 MB/s each way.
+"""
 POLL_TIMEOUT_S = 0.5
 INTAKE, CONTROL = "intake", "control"
 
@@ -100,7 +104,8 @@ class CompanionClient:
             hang_s, served (draft_temperature, num_drafts, draft_vocab): as in ServiceArguments.
 
         Raises:
-            CompanionError: it did not start.
+            SavedStateError: it can't go on from the state in `resume_from`.
+            CompanionError: it did not start, for another reason.
             RunError: the cluster has no room for all its workers.
         """
         if not ray.is_initialized():
@@ -163,7 +168,7 @@ class CompanionClient:
         self._rows: tuple[int, ray.ObjectRef, int] | None = None
         self.table_bytes = 0
         self._actor = _remote_actor(config, self._first, self._group)
-        incarnation, hears_loop = self._started()
+        incarnation, hears_loop = self._started(resumed)
         self._incarnations = {incarnation}
         if not hears_loop:
             # It is on another node, and takes nothing from this one.
@@ -184,20 +189,36 @@ class CompanionClient:
         self._closed = False
         self._told: set[str] = set()
 
-    def _started(self) -> tuple[str, bool]:
-        """Wait for the first answers: its incarnation, and whether it hears the loop."""
+    def _started(self, resumed: str) -> tuple[str, bool]:
+        """Wait for the first answers: its incarnation, and whether it hears the loop.
+
+        Args:
+            resumed: folder of the state that it goes on from; empty: there is none.
+        """
+        state = Path(resumed, STATE_FILE) if resumed else None
+        timeout_s = START_TIMEOUT_S
+        if state is not None and state.is_file():
+            timeout_s += state.stat().st_size / STATE_BYTES_PER_S
         try:
             asked = [self._call(name, CONTROL) for name in ("ready", "hears_loop")]
-            incarnation, hears_loop = ray.get(asked, timeout=START_TIMEOUT_S)
+            incarnation, hears_loop = ray.get(asked, timeout=timeout_s)
             return incarnation, hears_loop
         except RayError as error:
             ray.kill(self._actor, no_restart=True)
             release(self._group)
             self._folder.close()
+            # In a start that goes on from a state, only that raises this error.
+            if state is not None and _own_error(error)[0] == _full_name(CheckpointError):
+                raise SavedStateError(
+                    "The companion can't go on from its saved state.",
+                    given=f"{state}: {_reason(error)}",
+                    expected="a state that a companion with these heads has written",
+                    do="Give the same settings of heads as before, or let the heads begin anew.",
+                ) from error
             raise CompanionError(
                 "The companion did not start.",
                 given=_reason(error),
-                expected=f"a ready Ray actor within {START_TIMEOUT_S:.0f} s",
+                expected=f"a ready Ray actor within {timeout_s:.0f} s",
                 do=(
                     "Look at the message above; check free memory, companion.num_gpus and"
                     " companion.cores."
@@ -220,6 +241,10 @@ class CompanionClient:
                 # update.
                 self._rows = rollouts.policy_version, *self._put_rows(collector.token_ids())
         return collector
+
+    def count_left_out(self, tokens: int) -> None:
+        """Count response tokens that a sample drawn by others omits."""
+        self._left_out += tokens
 
     def most_rows(self) -> int:
         """How many rows of the next batch to submit: as many as fit next to the previous batch and
@@ -658,13 +683,32 @@ def _reason(error: RayError) -> str:
     """The informative part of Ray's long messages."""
     if isinstance(error, GetTimeoutError):
         return "no answer in time"
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    own = [n for n, line in enumerate(lines) if line.startswith("heads.errors.")]
-    if own:  # One of our errors: its first line, and what was found.
-        _, _, problem = lines[own[-1]].partition(": ")
-        found = [line for line in lines[own[-1] :] if line.startswith("given:")]
-        return " ".join([problem, *(line.removeprefix("given:").strip() for line in found[:1])])
+    name, text = _own_error(error)
+    if name:
+        return text
+    lines = _lines(error)
     return (
         f"{type(error).__name__}:"
         f" {lines[-1] if 'Traceback' in str(error) and lines else (lines or ['no message'])[0]}"
     )
+
+
+def _own_error(error: RayError) -> tuple[str, str]:
+    """Full name of the error of ours that Ray passes on, and its first line with what was found;
+    empty if it is none of ours. An error of an actor's constructor comes as text only.
+    """
+    lines = _lines(error)
+    own = [n for n, line in enumerate(lines) if line.startswith(f"{CompanionError.__module__}.")]
+    if not own:
+        return "", ""
+    name, _, problem = lines[own[-1]].partition(": ")
+    found = [line for line in lines[own[-1] :] if line.startswith("given:")]
+    return name, " ".join([problem, *(line.removeprefix("given:").strip() for line in found[:1])])
+
+
+def _full_name(kind: type[Exception]) -> str:
+    return f"{kind.__module__}.{kind.__name__}"
+
+
+def _lines(error: RayError) -> list[str]:
+    return [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -77,6 +77,11 @@ class BatchCollector:
         return sum(self._seen) - self.empty_responses
 
     @property
+    def tokens(self) -> int:
+        """Response tokens of the rollouts; 0 where only the workers that score them know them."""
+        return sum(self._lengths)
+
+    @property
     def kept(self) -> int:
         """Number of wanted states."""
         return sum(self._counts)

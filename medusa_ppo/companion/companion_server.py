@@ -84,6 +84,7 @@ class CompanionServer(GuardedServer):
         if not await run_in_threadpool(self._desk.reserve, size):
             return PlainTextResponse("There is no room until other parts have arrived.", 503)
         handle, path = tempfile.mkstemp(dir=self._desk.folder)
+        room = size
         try:
             count = 0
             with os.fdopen(handle, "wb") as file:
@@ -94,14 +95,16 @@ class CompanionServer(GuardedServer):
                     await run_in_threadpool(file.write, data)
             if count != size:
                 return PlainTextResponse("Fewer bytes than Content-Length.", 400)
-            wish = await run_in_threadpool(self._desk.take, Path(path), header)
+            # The desk gives it back itself, when it counts the part as one that it holds.
+            room = 0
+            wish = await run_in_threadpool(self._desk.take, Path(path), header, size)
         except (DataError, CheckpointError) as error:
             return PlainTextResponse(str(error)[:2000], 400)
         except MedusaError as error:
             return PlainTextResponse(str(error)[:2000], 500)
         finally:
             Path(path).unlink(missing_ok=True)
-            await run_in_threadpool(self._desk.give_back, size)
+            await run_in_threadpool(self._desk.give_back, room)
         return Response(wish.model_dump_json(), media_type="application/json")
 
 

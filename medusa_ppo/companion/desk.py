@@ -95,30 +95,58 @@ class CompanionDesk:
         """Maximum size of a part's file: all rows of the tables in float32, and what the queue can
         hold.
         """
+        return HEADER_ROOM + self._most_table_bytes + self._config.queue_bytes
+
+    @property
+    def _most_table_bytes(self) -> int:
         tables = FLOAT32_BYTES * self._heads.vocab_size * self._heads.hidden_size
         ids = INT64_BYTES * self._heads.vocab_size
-        return HEADER_ROOM + 2 * (tables + ids) + self._config.queue_bytes
+        return 2 * (tables + ids)
 
     def reserve(self, nbytes: int) -> bool:
-        """Reserve room for an incoming part; `give_back` follows. False if there is none now."""
+        """Reserve room for an incoming part; `take` or `give_back` follows. False if there is none
+        now.
+        """
         with self._lock:
-            if self._coming + self._held + nbytes > self.most_bytes:
+            # The tables of a step that waits for a process must not keep out those of the next
+            # one, with which it goes.
+            most = self.most_bytes + self._most_table_bytes
+            if self._coming + self._held + nbytes > most:
                 return False
             self._coming += nbytes
             return True
 
     def give_back(self, nbytes: int) -> None:
-        """The part has arrived, or never will."""
+        """The part will never arrive."""
         with self._lock:
             self._coming -= nbytes
 
-    def take(self, path: Path, header: PartHeader) -> Wish:
+    def take(self, path: Path, header: PartHeader, reserved: int = 0) -> Wish:
         """Accept a part. Its file may be removed afterwards.
 
+        Args:
+            reserved: room that was reserved for it; given back once it counts as held, or failed.
+
         Raises:
-            DataError, CheckpointError: as `read_part`.
+            DataError, CheckpointError: as `read_part`, and for whole tables from another process
+                than the first.
             CompanionError: the companion is gone.
         """
+        try:
+            part = self._read(path, header)
+        except BaseException:
+            self.give_back(reserved)
+            raise
+        with self._lock:
+            self._coming -= reserved
+            if not self._together(part):
+                self._submit()
+            self._parts.append(part)
+            if len(self._parts) == header.ranks:
+                self._submit()
+        return self.wish()
+
+    def _read(self, path: Path, header: PartHeader) -> Part:
         try:
             part = read_part(path, header, self._heads.hidden_size, self._heads.vocab_size)
         except (DataError, CheckpointError) as error:
@@ -126,6 +154,14 @@ class CompanionDesk:
             with self._lock:
                 self._tell(f"Rows of process {header.rank} were refused: {error.given}")
             raise
+        if header.rank and isinstance(part.tables, tuple):
+            # Each would be held until all processes have sent.
+            raise DataError(
+                "Only the first process sends the actor's tables whole.",
+                given=f"tables from process {header.rank}",
+                expected="none, or the rows that its own tokens need",
+                do="Run the same release of medusa-ppo at both ends.",
+            )
         if self._heads.needs_embedding and not _has_embedding(part.tables):
             raise DataError(
                 "These heads read the actor's embedding, which did not arrive.",
@@ -133,13 +169,7 @@ class CompanionDesk:
                 expected="both tables",
                 do="Run the same release of medusa-ppo at both ends.",
             )
-        with self._lock:
-            if not self._together(part):
-                self._submit()
-            self._parts.append(part)
-            if len(self._parts) == header.ranks:
-                self._submit()
-        return self.wish()
+        return part
 
     def wish(self) -> Wish:
         """What is wanted next."""
@@ -185,7 +215,8 @@ class CompanionDesk:
 
     @property
     def _held(self) -> int:
-        return sum(part.batch.nbytes for part in self._parts if part.batch is not None)
+        rows = sum(part.batch.nbytes for part in self._parts if part.batch is not None)
+        return rows + sum(_table_bytes(part.tables) for part in self._parts)
 
     def _draft_ids(self) -> torch.Tensor | None:
         """Tokens that drafts of the next batch may come from; None: any."""
@@ -283,6 +314,17 @@ class CompanionDesk:
             # Less than an optimizer step's rows is not worth judging.
             rows = min(rows, max(in_time, self._config.batch_positions))
         return rows
+
+
+def _table_bytes(tables: Tables | TableRows | None) -> int:
+    """Bytes of memory of a part's tables; of a table that is both, once."""
+    if tables is None:
+        return 0
+    if isinstance(tables, TableRows):
+        return tables.nbytes
+    lm_head_VD, embedding_VD = tables
+    both = embedding_VD is not None and embedding_VD is not lm_head_VD
+    return lm_head_VD.nbytes + (embedding_VD.nbytes if both else 0)
 
 
 def _has_embedding(tables: Tables | TableRows | None) -> bool:

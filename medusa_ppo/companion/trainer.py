@@ -623,6 +623,8 @@ class HeadsTrainer:
             self.generator.set_state(state["generator"].clone())
             for name, value in zip(COUNTERS, state["counters"].tolist(), strict=True):
                 setattr(self, name, value)
+        except (torch.OutOfMemoryError, torch.AcceleratorError):
+            raise  # The device's fault, not the state's.
         except (KeyError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 "This is not a state of the companion's trainer.",

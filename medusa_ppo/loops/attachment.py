@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from heads.checkpoint import save_state
-from heads.errors import CompanionError, ConfigError
+from heads.errors import ConfigError, SavedStateError
 from medusa_ppo.actors.hf import HFActor
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.service import STATE_FILE
@@ -88,24 +88,39 @@ def start_or_resume(
 
     Args:
         start: starts the plugin, from a folder with a companion's state; empty: anew.
+
+    Raises:
+        CompanionError: as `start`. A start that failed for another reason than the state may go
+            well at the next try, and a new companion would write its own state over this one.
     """
-    state = folder / COMPANION_FOLDER
+    file = folder / COMPANION_FOLDER / STATE_FILE
     if not version:
         return start("")
     problem = "there is none"
-    if (state / STATE_FILE).is_file():
+    if file.is_file():
         try:
-            return start(str(state))
-        except CompanionError as error:
-            problem = str(error)
+            return start(str(file.parent))
+        except SavedStateError as error:
+            unused = _set_aside(file)
+            problem = f"it is now {unused.name}. {error}"
     logger.warning(
         "The loop goes on from version %d of its actor, but its heads begin anew: the companion's"
         " state of the earlier run can't be used (%s): %s",
         version,
-        state / STATE_FILE,
+        file,
         problem,
     )
     return start("")
+
+
+def _set_aside(file: Path) -> Path:
+    """Rename a companion's state that does not fit this run's settings: a companion that starts
+    anew removes what it finds there, and with the earlier settings the state may be whole.
+    """
+    number = 1
+    while (unused := file.with_name(f"{file.name}.unused-{number}")).exists():
+        number += 1
+    return file.rename(unused)
 
 
 class Attachment:

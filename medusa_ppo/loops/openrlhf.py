@@ -66,6 +66,7 @@ from medusa_ppo.loops.worker_tap import (
     own_variables,
 )
 from medusa_ppo.runtime.processes import on_one_node
+from medusa_ppo.vllm_plugin.speculation import FEED
 from medusa_ppo.vllm_plugin.worker_calls import DRAFTING
 
 logger = logging.getLogger(__name__)
@@ -251,7 +252,9 @@ def buffered_rows(items: Sequence[Any]) -> Rows:
             responses.append(list(response))
             if item.action_log_probs is not None:
                 logprobs.append(item.action_log_probs[first:last].float().cpu())
-    return prompts, responses, logprobs if len(logprobs) == len(responses) else None
+    # Of all items, whether they give rows or not: all ranks must come to the same answer.
+    known = all(item.action_log_probs is not None for item in items)
+    return prompts, responses, logprobs if known else None
 
 
 def trainer_actor() -> Any:
@@ -379,6 +382,10 @@ def unsupported(args: Any, *, tapped: bool = False) -> dict[str, bool]:
     """
     return {
         f"--train.async_enable without {COMPANION}": bool(args.train.async_enable) and not tapped,
+        # Engines would take a feed's heads over ours and ours over the feed's.
+        f"{FEED} without {COMPANION} (this trainer gives heads to its engines itself)": (
+            bool(os.environ.get(FEED)) and not tapped
+        ),
         "--ds.ring_attn_size > 1": int(args.ds.ring_attn_size) > 1,
         "--ds.tensor_parallel_size > 1": int(args.ds.tensor_parallel_size) > 1,
         "--vllm.num_engines 0": not args.vllm.num_engines,

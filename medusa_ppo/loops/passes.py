@@ -33,7 +33,7 @@ from medusa_ppo.actors.hf import (
 )
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.parts_wire import joined
-from medusa_ppo.companion.positions import ROW_BYTES, EarlySample, block_rows
+from medusa_ppo.companion.positions import LEAST_BLOCKS, ROW_BYTES, EarlySample, block_rows
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
@@ -303,8 +303,8 @@ class RowTap(ABC):
         then contributes its share of the sample. Without this call a pass counts as a whole batch.
 
         Args:
-            rows: number of states in the sample, on average; None: at most as many as fit into
-                `max_bytes`.
+            rows: number of states in the sample, with several ranks on average, else at most;
+                never more than fit into `max_bytes`. None: as many as fit.
             rank, ranks: which process this is, of how many that sample this many `rows` each.
                 Blocks are as long as in a sample of all of them together: of short ones, few rows
                 could be trained on. Where a process's share is less than a block, it contributes
@@ -404,7 +404,9 @@ class RowTap(ABC):
             return
         if self._collector is None:
             row_bytes = hidden_TD.shape[-1] * hidden_TD.element_size() + ROW_BYTES
-            rows = self._max_bytes // 2 // row_bytes if self._rows is None else self._rows
+            bound = self._max_bytes // 2 // row_bytes
+            # Who says how many may have counted with another dtype than these states have.
+            rows = bound if self._rows is None else min(self._rows, bound)
             self._collector = self._collector_of(self._rollouts, rows)
         self._collector.add(hidden_TD[None], mask_BT, found)
 
@@ -418,21 +420,28 @@ class RowTap(ABC):
         tokens = sum(len(response.token_ids) for response in rollouts.responses)
         number = self._passes
         self._passes += 1
+        kept = sum(part.hidden_MD.shape[0] for part in self._parts)
+        whole = rows
         if self._expected is None:  # The rest belongs to this pass.
-            rows = max(0, rows - sum(part.hidden_MD.shape[0] for part in self._parts))
+            rows = max(0, rows - kept)
         everything = max(self._expected or 0, tokens)
-        if rows >= everything:
+        if rows >= everything and whole >= kept + tokens:
             return BatchCollector(rollouts)
-        if self._rows is not None:
+        if self._ranks > 1:
             return BatchCollector(rollouts, self._part_of(rows * tokens / everything, number))
         block = block_rows(int(rows), self._ahead)
         seed = 1_000_003 * self._batches + number
-        # A share that is less than a block is added to those of the next passes. A random debt at
-        # the start gives early passes a chance to contribute.
-        if not number and self._expected is not None:
-            self._owed = random.Random(seed).uniform(0, block)
+        if tokens < everything:
+            # A share that is less than a block is added to those of the next passes. A random debt
+            # at the start gives early passes a chance to contribute; what it may add is taken from
+            # all, since a batch larger than it may be is lost whole.
+            if not number:
+                self._owed = random.Random(seed).uniform(0, block)
+            rows -= min(block, rows / LEAST_BLOCKS)
         self._owed += rows * tokens / everything
-        due = int(self._owed) if self._owed >= block else 0
+        # There may be more tokens than were announced. A batch has at least one block.
+        due = min(int(self._owed), max(int(whole), block) - kept)
+        due = due if due >= block else 0
         collector = BatchCollector(rollouts, EarlySample(due, 0.0, seed, self._ahead, block))
         self._owed -= collector.kept
         return collector
@@ -444,7 +453,7 @@ class RowTap(ABC):
         Args:
             number: of the pass, in this batch.
         """
-        assert self._rows is not None, "the number of states was announced"
+        assert self._rows is not None, "each of several ranks announces the number of states"
         # All processes draw the same order, in which each has a place of its own. So nearly the
         # same number of them contribute to each batch.
         pass_name = f"{self._batches} {number}"

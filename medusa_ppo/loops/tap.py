@@ -137,6 +137,10 @@ class CompanionTap:
         # Tokens of the last parts, which may have become draft tokens since the last answer.
         self._untold: deque[torch.Tensor] = deque(maxlen=UNTOLD_PARTS)
         self._number = 0
+        # Whether this step's part is on its way; and the part without rows that goes if it is not,
+        # with the step's tokens.
+        self._told = False
+        self._rowless: tuple[_Parcel, torch.Tensor | None] | None = None
         self._open: contextlib.ExitStack | None = None
         self.exposed_s = 0.0
 
@@ -185,6 +189,10 @@ class CompanionTap:
         if not wanted:
             self._sender.pass_over(bool(tokens))
             self._rows.take(self._version)  # Counted, as in the other processes.
+            if most and self._ranks > 1 and not self._told and self._rowless is None:
+                # The others' rows need this process's part. It goes with the update: until then
+                # rows may come. Tables are copied here, before it changes them.
+                self._rowless = self._parcel(None, None, self._changed_tables(ids), False, 0), ids
             self.exposed_s += time.perf_counter() - began
             yield
             return
@@ -200,7 +208,8 @@ class CompanionTap:
         batch = self._rows.take(self._version)
         # A part without rows says that there is nothing to wait for, and the first process has
         # everybody's tables.
-        self._send(batch, keys, tables, logprobs is not None, tokens)
+        self._give(self._parcel(batch, keys, tables, logprobs is not None, tokens), ids)
+        self._told, self._rowless = True, None
         self.exposed_s += time.perf_counter() - began
 
     def expect(
@@ -225,6 +234,9 @@ class CompanionTap:
         """
         self._end_open()
         began = time.perf_counter()
+        if self._rowless is not None:
+            self._give(*self._rowless)
+        self._told, self._rowless = False, None
         self._version = self._version + 1 if version is None else version
         self._stale = True
         if not self._together:
@@ -336,8 +348,6 @@ class CompanionTap:
             return None
         wish = self._sender.wish
         untold = list(self._untold)
-        if ids is not None:
-            self._untold.append(ids)
         # Sent at least once, because an earlier loop may have reached the same version number.
         if self._sender.sent and wish.tables_version == self._tables_version:
             return None
@@ -350,17 +360,23 @@ class CompanionTap:
             return lm_head_VD.detach().to("cpu", copy=True), None
         return copied_tables(lm_head_VD, embedding_VD)
 
-    def _send(
+    def _give(self, parcel: _Parcel, ids: torch.Tensor | None) -> None:
+        """Let a part go. `ids`: all tokens of its step, if they are known."""
+        if ids is not None:
+            self._untold.append(ids)
+        self._sender.send(parcel)
+
+    def _parcel(
         self,
         batch: RolloutBatch | None,
-        keys: torch.Tensor,
+        keys: torch.Tensor | None,
         tables: Tables | TableRows | None,
         has_logprobs: bool,
         tokens: int,
-    ) -> None:
+    ) -> _Parcel:
         tensors: dict[str, torch.Tensor] = {}
         if batch is not None:
-            assert batch.prompts_S is not None, "a RowTap numbers its prompts"
+            assert batch.prompts_S is not None and keys is not None, "a RowTap numbers its prompts"
             batch = replace(batch, prompts_S=keys[batch.prompts_S])
             tensors = batch_tensors(batch, logprobs=has_logprobs)
         header = PartHeader(
@@ -374,7 +390,7 @@ class CompanionTap:
             top_p=self._sampling.top_p,
             left_out=tokens if batch is None else batch.left_out,
         )
-        self._sender.send(_Parcel(tensors, tables, header))
+        return _Parcel(tensors, tables, header)
 
 
 _Row = tuple[Sequence[int], Sequence[int], torch.Tensor]

@@ -8,6 +8,7 @@ marks the response's tokens. Every worker has a tap; the first one sends the tab
 
 from __future__ import annotations
 
+import json
 import os
 
 import torch
@@ -20,6 +21,8 @@ OURS = "MEDUSA_PPO_"
 """Environment variables with this prefix are ours."""
 SECRET = "TOKEN"
 """How the names of those end that hold a secret."""
+JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Ray's variable with what `ray job submit` was given; set in the job's driver."""
 Rows = tuple[list[list[int]], list[list[int]], list[torch.Tensor] | None]
 """Token ids of prompts and of their responses, and the latter's log-probs (None: unknown)."""
 
@@ -39,12 +42,15 @@ def companion_address() -> str:
 
 def own_variables() -> dict[str, str]:
     """Our environment variables without the secrets, for the `env_vars` of a Ray `runtime_env`: Ray
-    writes these into its logs.
+    writes these into its logs. Those that a Ray job gives are left out: they reach each of its
+    processes anyway, and Ray refuses a name that both the job and its driver give.
     """
+    job = json.loads(os.environ.get(JOB, "{}"))
+    given = (job.get("runtime_env") or {}).get("env_vars") or {}
     return {
         name: value
         for name, value in os.environ.items()
-        if name.startswith(OURS) and not name.endswith(SECRET)
+        if name.startswith(OURS) and not name.endswith(SECRET) and name not in given
     }
 
 

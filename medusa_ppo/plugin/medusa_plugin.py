@@ -242,6 +242,9 @@ class MedusaPlugin:
             choices=choices,
         )
         plugin._tables = tables_VD
+        if companion is not None and resume_from:
+            # What an earlier run trained is not the first step's.
+            plugin._train_s_before = companion.status().train_s
         return plugin
 
     # ---- before the first step
@@ -505,10 +508,14 @@ class MedusaPlugin:
                 tables were given to `tables_updated`.
         """
         with self._exposed():
+            collector = self._collector
             self._collector = None
             if rows is not None:
                 self._tables = None  # Those of the start: the actor may have changed since.
             if self._companion is not None and self._wants_states:
+                if collector is None or not collector.tokens:
+                    # Rows that the plugin knows were counted when their sample was drawn.
+                    self._companion.count_left_out(batch.left_out)
                 self._submit(batch, rows)
 
     def policy_updated(self, model: Actor | None, policy_version: int) -> None:

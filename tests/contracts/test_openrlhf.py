@@ -490,7 +490,8 @@ def test_the_rows_of_its_replay_buffer_are_those_that_it_trains_on() -> None:
     assert [values.tolist() for values in logprobs] == [[2.0, 3.0], [10.0, 11.0, 12.0, 13.0]]
     for item in items:
         item.action_log_probs = None
-    assert ours.buffered_rows(items)[2] is None
+    # The same on a rank without a row: all ask each other for their tokens, or none.
+    assert ours.buffered_rows(items)[2] is None and ours.buffered_rows(items[1:2])[2] is None
 
 
 def test_engines_that_feed_themselves_need_the_companions_heads(
@@ -515,7 +516,9 @@ def test_engines_that_feed_themselves_need_the_companions_heads(
 @pytest.mark.parametrize(
     "name", ["train.async_enable", "ds.ring_attn_size", "ds.tensor_parallel_size"]
 )
-def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(name: str):
+def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+):
     from medusa_ppo.loops.remote import refuse
 
     def arguments(**values: int) -> Namespace:
@@ -534,6 +537,11 @@ def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(name: str):
         refuse("OpenRLHF", ours.unsupported(args))
     # With a stand-alone companion no trainer is replaced, so any may run.
     assert any(ours.unsupported(args, tapped=True).values()) == (key != "async_enable")
+    setattr(getattr(args, section), key, 1 if section == "ds" else 0)
+    monkeypatch.setenv(FEED, "http://127.0.0.1:8460")
+    with pytest.raises(ConfigError, match=FEED):
+        refuse("OpenRLHF", ours.unsupported(args))
+    refuse("OpenRLHF", ours.unsupported(args, tapped=True))
 
 
 @pytest.fixture

@@ -233,6 +233,11 @@ def test_one_companion_at_a_time(ours: Any, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv(COMPANION, "http://127.0.0.1:8461")
     (on,) = [name for name, is_on in ours.unsupported(verl_config()).items() if is_on]
     assert on.startswith(COMPANION)
+    monkeypatch.delenv(COMPANION)
+    # Left exported from an asynchronous run, it would let engines load other heads than ours.
+    monkeypatch.setenv(FEED, "http://127.0.0.1:8460")
+    (on,) = [name for name, is_on in ours.unsupported(verl_config()).items() if is_on]
+    assert on.startswith(FEED)
 
 
 def test_rows_and_log_probs_of_a_nested_batch(ours: Any):

@@ -109,6 +109,7 @@ class RecordingCompanion:
         self.tables: list[tuple[torch.Tensor, int]] = []
         self.offer: PublishedHeads | None = None
         self.drained = 0
+        self.left_out = 0
         self.train_s = 0.0
         self.shared = True
         self.takes_turns = False
@@ -125,6 +126,9 @@ class RecordingCompanion:
     def take_turn(self, seconds: float) -> bool:
         self.turns.append(seconds)
         return True
+
+    def count_left_out(self, tokens: int) -> None:
+        self.left_out += tokens
 
     def most_rows(self) -> int:
         return 1 << 20

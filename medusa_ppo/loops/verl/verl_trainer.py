@@ -69,6 +69,7 @@ from medusa_ppo.loops.verl.verl_tap import (
     unsupported_actor,
 )
 from medusa_ppo.loops.worker_tap import COMPANION
+from medusa_ppo.vllm_plugin.speculation import FEED
 
 logger = logging.getLogger(__name__)
 
@@ -358,6 +359,8 @@ def unsupported(config: Any) -> dict[str, bool]:
         f"{COMPANION} (a companion of its own; this mode starts one)": bool(
             os.environ.get(COMPANION)
         ),
+        # Engines would take a feed's heads over ours and ours over the feed's.
+        f"{FEED} (this mode gives heads to its engines itself)": bool(os.environ.get(FEED)),
         "algorithm.rollout_correction.bypass_mode (there is no log-prob pass to tap)": bool(
             correction.get("bypass_mode", False)
         ),

@@ -108,6 +108,9 @@ class KeepingCompanion:
     def collector(self, rollouts: Rollouts) -> BatchCollector:
         return BatchCollector(rollouts)
 
+    def count_left_out(self, tokens: int) -> None:
+        pass
+
     def submit(self, batch: RolloutBatch, rows: TableRows | None = None) -> None:
         assert rows is None, "the actor is in this process"
         self.batches.append(batch)

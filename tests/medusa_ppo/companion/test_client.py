@@ -16,14 +16,15 @@ import psutil
 import pytest
 import ray
 import torch
+from ray.exceptions import GetTimeoutError
 
 from heads.checkpoint import checksum, load_state
-from heads.errors import CompanionError
+from heads.errors import CompanionError, SavedStateError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion import service as service_module
-from medusa_ppo.companion.client import CompanionClient
+from medusa_ppo.companion.client import START_TIMEOUT_S, STATE_BYTES_PER_S, CompanionClient
 from medusa_ppo.companion.cycle import Cycle
-from medusa_ppo.companion.service import CompanionService
+from medusa_ppo.companion.service import STATE_FILE, CompanionService
 from medusa_ppo.companion.wire import Answer, ServiceArguments, pack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -109,6 +110,8 @@ def test_a_fraction_is_sampled_before_the_copy(chain, client_of) -> None:
     )
     assert 0 < status.positions_frac < trained_on / 45
     assert status.positions_left_out == collector.left_out
+    client.count_left_out(7)
+    assert client.status().positions_left_out == collector.left_out + 7
 
 
 def test_a_batch_of_twenty_times_the_budget_is_sampled(chain, client_of) -> None:
@@ -383,6 +386,39 @@ def test_a_companion_that_can_not_start_says_so(chain) -> None:
     heads = HeadsConfig(task.hidden + 1, task.vocab, num_heads=3, lm_head="own")
     with pytest.raises(CompanionError, match="did not start"):
         CompanionClient(heads, CompanionConfig(), task.lm_head_VD, seed=0)
+
+
+def test_only_a_state_that_can_not_be_used_is_called_so(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever resumes may begin anew after that, but not after a start that was too slow: a large
+    state is given the time that a slow disk takes for it.
+    """
+    task = chain()
+    heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
+    file = tmp_path / STATE_FILE
+
+    def resume() -> CompanionError:
+        with pytest.raises(CompanionError) as caught:
+            CompanionClient(heads, CompanionConfig(), task.lm_head_VD, seed=0, resume_from=tmp_path)
+        return caught.value
+
+    file.write_bytes(b"damaged")
+    damaged = resume()
+    assert isinstance(damaged, SavedStateError) and str(file) in str(damaged.given)
+    with file.open("wb") as made:
+        made.truncate(10 * 1024**3)
+    given: list[float] = []
+
+    def get(asked: object, timeout: float) -> None:
+        given.append(timeout)
+        raise GetTimeoutError
+
+    monkeypatch.setattr("medusa_ppo.companion.client.ray.get", get)
+    late = resume()
+    assert not isinstance(late, SavedStateError) and "no answer in time" in str(late.given)
+    assert given == [START_TIMEOUT_S + 10 * 1024**3 / STATE_BYTES_PER_S]
+    assert f"within {given[0]:.0f} s" in str(late.expected)
 
 
 @cpu_alone

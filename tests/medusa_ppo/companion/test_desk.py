@@ -157,11 +157,36 @@ def test_bytes_on_their_way_have_a_bound(
     made: Callable[..., CompanionDesk], task: ChainTask
 ) -> None:
     desk = made(queue_bytes=1000)
-    most = desk.most_bytes
+    most = desk.most_bytes + 2 * 4 * task.vocab * (task.hidden + 2)
     assert desk.reserve(most - 10) and not desk.reserve(20) and desk.reserve(10)
     desk.give_back(most)
     put(desk, part_of(task), (task.lm_head_VD, None), header(ranks=2, rank=0))
     assert not desk.reserve(most - 10), "what waits for the others counts"
+
+
+def test_tables_that_wait_for_other_processes_have_a_bound(
+    made: Callable[..., CompanionDesk], task: ChainTask
+) -> None:
+    """Parts without rows counted as nothing, and held whole tables."""
+    desk = made(queue_bytes=1000)
+    tables = task.lm_head_VD, None
+    path = desk.folder / "incoming"
+
+    def send(told: PartHeader) -> None:
+        told = write_part(path, {}, tables, told)
+        size = path.stat().st_size
+        assert desk.reserve(size)
+        desk.take(path, told, size)
+
+    send(header(ranks=9, rank=0))
+    assert desk._held == task.lm_head_VD.nbytes and not desk._coming
+    for rank in (1, 2):
+        with pytest.raises(DataError, match="Only the first process"):
+            send(header(ranks=9, rank=rank))
+    assert desk._held == task.lm_head_VD.nbytes and not desk._coming
+    # The others of that step never come; the next one's tables have room beside it.
+    send(header(1, ranks=9, rank=0))
+    assert desk._held == task.lm_head_VD.nbytes and not desk._coming
 
 
 def test_a_state_that_is_nan_on_one_rank_is_told_and_the_others_are_learned_from(

@@ -556,6 +556,21 @@ def test_batch_of_another_actor_is_refused(chain, device: torch.device) -> None:
         trainer.train_batch(chain(vocab=16).batch())
 
 
+def test_a_device_without_room_is_not_the_states_fault(
+    chain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who takes it for one begins anew with heads whose state is whole."""
+    trainer = make(chain())
+    state = trainer.state_dict()
+
+    def no_room(*given: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(type(trainer.heads), "load_trainable_state", no_room)
+    with pytest.raises(torch.OutOfMemoryError):
+        trainer.load_state_dict(state)
+
+
 def test_foreign_state_is_refused(chain) -> None:
     task = chain()
     state = make(task, "hydra").state_dict()

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.errors import ConfigError
 from medusa_ppo.companion.holdout import AHEAD_TOKENS, HOLDOUT_PROMPTS, hold_out, stretches
-from medusa_ppo.companion.positions import ROW_BYTES
+from medusa_ppo.companion.positions import BLOCK, ROW_BYTES
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.loops.passes import PassTap, spans
@@ -146,7 +146,7 @@ def test_of_a_batch_beyond_the_budget_a_sample_is_taken_of_all_its_parts(
     quarters = torch.zeros(4)
     places = torch.zeros(5)
     tap = PassTap(model, Sampling(), 2 * budget * (2 * 4 + ROW_BYTES), 2)
-    for batch_number in range(8):
+    for batch_number in range(24):
         if told:
             tap.expect(128 * 500)
         for part in range(passes):
@@ -157,7 +157,7 @@ def test_of_a_batch_beyond_the_budget_a_sample_is_taken_of_all_its_parts(
             tap.add_logprobs([torch.zeros(500) for _ in own])
         batch = tap.take(batch_number)
         assert batch is not None and batch.weights_M is not None
-        assert 0.9 * budget < batch.hidden_MD.shape[0] <= budget + 256
+        assert 0.9 * budget < batch.hidden_MD.shape[0] <= budget
         assert batch.prompts_S is not None and batch.before_S is not None
         # Each prompt is its response here, and prompts are numbered in their order.
         quarters.index_add_(0, batch.prompts_S // 32, batch.lengths_S.float())
@@ -173,6 +173,35 @@ def test_of_a_batch_beyond_the_budget_a_sample_is_taken_of_all_its_parts(
     # A piece that is due little more than a block takes a second one only where it is short: at a
     # response's two ends.
     assert places.min() > 0.75 * places.max(), places
+
+
+@pytest.mark.parametrize("asked", [None, 8000, 3000], ids=["all", "too-many", "fewer"])
+@pytest.mark.parametrize("passes", [1, 32], ids=["verl", "openrlhf"])
+def test_a_batch_never_exceeds_its_bytes(
+    monkeypatch: pytest.MonkeyPatch, passes: int, asked: int | None
+) -> None:
+    """The companion takes what fits beside the batch in training, and a larger one not at all: the
+    rows that it asks for are counted in another dtype than a worker's states may have, and a
+    replica's responses may be longer than the others'.
+    """
+    monkeypatch.setattr("medusa_ppo.loops.passes.plain_model", lambda model: model)
+    rows = [((1, prompt), tuple(range(10, 10 + 500))) for prompt in range(128)]
+    budget = 6400
+    model = States()
+    tap = PassTap(model, Sampling(), 2 * budget * (2 * 4 + ROW_BYTES), 2)
+    most = min(budget, asked or budget)
+    for longer in (1.0, 1.3):
+        for batch_number in range(6):
+            tap.expect(int(128 * 500 / longer), asked)
+            for part in range(passes):
+                own = rows[part * 128 // passes : (part + 1) * 128 // passes]
+                with tap.watch(own):
+                    for prompt, answer in own:
+                        model(input_ids=torch.tensor([[*prompt, *answer]]))
+                tap.add_logprobs([torch.zeros(500) for _ in own])
+            batch = tap.take(batch_number)
+            assert batch is not None
+            assert most - 2 * BLOCK <= batch.hidden_MD.shape[0] <= most
 
 
 def test_many_ranks_sample_in_blocks_of_their_common_sample(

@@ -27,7 +27,7 @@ from heads.checkpoint import (
     load_heads,
     load_state,
 )
-from heads.errors import CompanionError, ConfigError
+from heads.errors import CompanionError, ConfigError, SavedStateError
 from medusa_ppo.actors import hf
 from medusa_ppo.actors.hf import HFActor, load_actor
 from medusa_ppo.companion.positions import ROW_BYTES
@@ -219,7 +219,7 @@ def test_heads_go_on_from_the_companions_state_if_the_loop_does(
     def start(state: str) -> MedusaPlugin:
         asked.append(state)
         if state and not fits:
-            raise CompanionError("Another shape.", given="2", expected="3", do="Begin anew.")
+            raise SavedStateError("Another shape.", given="2", expected="3", do="Begin anew.")
         return plugin
 
     def started(version: int) -> list[str]:
@@ -238,8 +238,33 @@ def test_heads_go_on_from_the_companions_state_if_the_loop_does(
     assert not started(7) and asked == [str(state)]
     assert not started(0) and asked == [""]
     fits = False
-    (told,) = started(7)
-    assert "Another shape." in told and asked == [str(state), ""]
+    for number in (1, 2):
+        (state / STATE_FILE).write_bytes(b"state %d" % number)
+        (told,) = started(7)
+        assert "Another shape." in told and asked == [str(state), ""]
+        # A companion that starts anew removes the file that it finds.
+        unused = f"{STATE_FILE}.unused-{number}"
+        assert unused in told and not (state / STATE_FILE).exists()
+        assert (state / unused).read_bytes() == b"state %d" % number
+
+
+def test_a_start_that_fails_once_does_not_cost_the_heads(tmp_path: Path) -> None:
+    """A start that took too long, or a death for memory, is no fault of the state."""
+    (tmp_path / "companion").mkdir()
+    file = tmp_path / "companion" / STATE_FILE
+    file.write_bytes(b"a state")
+    asked: list[str] = []
+
+    def start(state: str) -> MedusaPlugin:
+        asked.append(state)
+        if state:
+            raise CompanionError("The companion did not start.", given="no answer in time")
+        file.unlink()  # As a companion that starts anew does.
+        return cast(MedusaPlugin, object())
+
+    with pytest.raises(CompanionError, match="no answer in time"):
+        start_or_resume(start, tmp_path, 7)
+    assert asked == [str(file.parent)] and file.read_bytes() == b"a state"
 
 
 class RestingPlugin:

@@ -218,9 +218,16 @@ def test_only_the_rows_of_the_tables_that_a_batch_needs_are_sent(
 
 @torch.no_grad()
 def test_parts_of_several_processes_are_one_batch(
-    served: tuple[Any, str], seen: list[RolloutBatch], chain_actor: Path
+    whole: ServedDesk,
+    served: tuple[Any, str],
+    seen: list[RolloutBatch],
+    chain_actor: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each has rows of its own; the first one sends the tables. Nobody waits for who has none."""
+    """Each has rows of its own; the first one sends the tables. Nobody waits for who has none,
+    and its tables come all the same.
+    """
+    monkeypatch.setattr(whole.desk, "_rows", lambda status: 64)  # However busy it is.
     actors = [load_actor(chain_actor) for _ in range(2)]
     taps = [CompanionTap(actors[rank], served[1], rank=rank, ranks=2) for rank in range(2)]
     own = ([0, 2], [1])
@@ -234,17 +241,24 @@ def test_parts_of_several_processes_are_one_batch(
         for tap in taps:
             with tap([], []):  # A process without rows comes all the same.
                 pass
+        for tap, actor in zip(taps, actors, strict=True):
+            actor.lm_head.weight.mul_(2.0)
             tap.updated()
 
     step((1, 0))  # In any order.
     assert [batch.response_ids_M.tolist() for batch in seen] == [[3, 3, 4, 1, 2, 9]]
     assert served[0].wish().tables_version == 0
     assert seen[0].prompts_S is not None and len(set(seen[0].prompts_S.tolist())) == 2
-    step((0,))
-    assert len(seen) == 1, "the other one's part may still come"
+    for rank in (0, 1):
+        # Of the other one no row may be learned from (tools' answers in each of them).
+        step((rank,))
+        assert all(tap.drain(30) and not tap.problem for tap in taps)
+        assert seen[-1].response_ids_M.tolist() == [[1, 2, 9], [3, 3, 4]][rank]
+        assert len(seen) == 2 + rank, "nobody waits for the next step"
+    assert torch.equal(whole.tables[0], actors[0].lm_head.weight.cpu() / 2), "before the update"
     step((0, 1))
-    assert [batch.response_ids_M.tolist() for batch in seen[1:]] == [[1, 2, 9], [1, 2, 9, 3, 3, 4]]
-    assert [batch.policy_version for batch in seen] == [0, 1, 2]
+    assert [batch.response_ids_M.tolist() for batch in seen[3:]] == [[1, 2, 9, 3, 3, 4]]
+    assert [batch.policy_version for batch in seen] == [0, 1, 2, 3]
     assert [tap.lost for tap in taps] == [0, 0]
     for tap in taps:
         tap.close()

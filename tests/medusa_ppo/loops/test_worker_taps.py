@@ -5,6 +5,7 @@ own; NeMo-RL's was never run.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from ray.runtime_env.runtime_env import RuntimeEnv, _merge_runtime_env
 
 from heads.errors import ConfigError
 from medusa_ppo.actors.hf import load_actor
@@ -23,6 +25,7 @@ from medusa_ppo.feeds.http_feed import FEED_TOKEN
 from medusa_ppo.loops import nemo_rl, skyrl
 from medusa_ppo.loops.worker_tap import (
     COMPANION,
+    JOB,
     companion_address,
     own_secrets,
     own_variables,
@@ -71,6 +74,23 @@ def test_no_secret_is_among_the_variables_that_ray_logs(monkeypatch: pytest.Monk
     for name, value in (variables | secrets).items():
         monkeypatch.setenv(name, value)
     assert (own_variables(), own_secrets()) == (variables, secrets)
+
+
+def test_ray_takes_what_is_handed_on_in_a_job_that_gives_our_variables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`ray job submit --runtime-env-json` sets them in the driver too, and Ray refuses a name that
+    both give.
+    """
+    monkeypatch.setenv("MEDUSA_PPO_FEED", "ray:feed")
+    for env_vars in ({COMPANION: "ray:companion"}, {}, None):
+        job = {} if env_vars is None else {"env_vars": env_vars}
+        monkeypatch.setenv(JOB, json.dumps({"runtime_env": job}))
+        monkeypatch.setenv(COMPANION, "ray:companion")
+        merged = _merge_runtime_env(RuntimeEnv(**job), RuntimeEnv(env_vars=own_variables()))
+        assert merged is not None, "Ray refuses it"
+        found = merged["env_vars"]
+        assert (found[COMPANION], found["MEDUSA_PPO_FEED"]) == ("ray:companion", "ray:feed")
 
 
 class SkyRLWorker:

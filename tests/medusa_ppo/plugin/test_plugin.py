@@ -558,6 +558,36 @@ def test_rows_of_an_actor_in_another_process_go_with_their_batch(parts, tmp_path
     assert metadata.has_lm_head
 
 
+def test_what_a_workers_sample_leaves_out_is_counted_once(parts) -> None:
+    """A driver that has no tokens counts it with the batch; one that has them drew the sample, and
+    counted then.
+    """
+    _, engine, companion, plugin = parts
+    rollouts = engine.generate(PROMPTS, Sampling(seed=1))
+    batch = RolloutBatch(
+        torch.zeros(2, 16), torch.tensor([1, 2]), torch.zeros(2), torch.tensor([2]), left_out=70
+    )
+    for responses, counted in ((rollouts.responses, 0), ((), 70)):
+        plugin.rollout_ready(dataclasses.replace(rollouts, responses=responses))
+        plugin.batch_ready(batch)
+        assert companion.left_out == counted
+    assert len(companion.batches) == 2
+
+
+@pytest.mark.parametrize("resume_from", ["a folder", ""])
+def test_an_earlier_runs_training_is_not_the_first_steps(
+    parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume_from: str
+) -> None:
+    actor, engine, companion, _ = parts
+    companion.train_s = 500.0 if resume_from else 0.0
+    monkeypatch.setattr(
+        "medusa_ppo.plugin.medusa_plugin.CompanionClient", lambda *given, **more: companion
+    )
+    plugin = MedusaPlugin.start(config_of(), actor, engine, tmp_path, resume_from=resume_from)
+    companion.train_s += 3.0
+    assert plugin.metrics()[names.COMPANION_TRAIN_S] == 3.0
+
+
 def test_heads_that_cannot_be_put_back_stay(parts, tmp_path: Path) -> None:
     _, engine, companion, plugin = parts
     plugin.rollout_ready(accepted(engine, 0.4))
