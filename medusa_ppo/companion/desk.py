@@ -322,9 +322,8 @@ def _table_bytes(tables: Tables | TableRows | None) -> int:
         return 0
     if isinstance(tables, TableRows):
         return tables.nbytes
-    lm_head_VD, embedding_VD = tables
-    both = embedding_VD is not None and embedding_VD is not lm_head_VD
-    return lm_head_VD.nbytes + (embedding_VD.nbytes if both else 0)
+    found = {id(table_VD): table_VD.nbytes for table_VD in tables if table_VD is not None}
+    return sum(found.values())
 
 
 def _has_embedding(tables: Tables | TableRows | None) -> bool:
