@@ -495,7 +495,12 @@ def started(setting: Setting, stage: Stage, runner: str | None, ahead: bool) -> 
         )
     try:
         with ColocatedEngine(stage.model, stage.heads, config, seed=SEED) as engine:
-            engine.configure(sampled=True, draft_temperature=1.0, **setting.drafting)
+            drafting = setting.drafting
+            if "draft_vocab" in drafting:
+                # Of a small vocabulary, which the interpreter wants, all of it would be less.
+                half = stage.actors[0].config.vocab_size // 2
+                drafting = drafting | {"draft_vocab": min(drafting["draft_vocab"], half)}
+            engine.configure(sampled=True, draft_temperature=1.0, **drafting)
             yield engine
     finally:
         launch.cache_bytes = ample
