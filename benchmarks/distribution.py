@@ -528,7 +528,9 @@ def measure(setting: Setting, stage: Stage, options: argparse.Namespace) -> dict
     began = time.perf_counter()
     figures: dict[str, Any] = {"setting": setting.name, "runner": options.runner or "v1"}
     # Where runs of drafts end early, steps can't be scheduled ahead.
-    figures["ahead"] = ahead = options.ahead and "stop_below" not in setting.drafting
+    ahead = options.ahead and "stop_below" not in setting.drafting
+    # Nor beside a feed.
+    figures["ahead"] = ahead = ahead and not setting.fed
     with started(setting, stage, options.runner, ahead) as engine:
         # Requests without a seed draw from torch's own generator.
         torch.manual_seed(SEED)
