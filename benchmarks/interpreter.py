@@ -85,8 +85,8 @@ def argmax(values: Any, *args: Any, **kwargs: Any) -> Any:
 
 def patched_once(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """The interpreter replaces Triton's language by its own before each call of a kernel and of
-    each function in it, and puts it back after a kernel. That took half of all time; nothing is
-    compiled here, so its own language may stay.
+    each function in it, and puts it back after a kernel. That took a quarter of all time. Nothing
+    is compiled here, so its own language may stay.
     """
     stays = SimpleNamespace(restore=lambda: None)
     known: set[frozenset[int]] = set()

@@ -22,12 +22,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.abstract import Executor
 
-from medusa_ppo.vllm_plugin.speculation import (
-    FEED,
-    feeds_itself,
-    heads_folder,
-    not_with_heads,
-)
+from medusa_ppo.vllm_plugin.speculation import FEED, feeds_itself, heads_folder, not_with_heads
 
 DRAFTS = "medusa_drafts"
 """Attribute of a step's output and of the scheduler: the number of drafts that the speculator wants

@@ -129,12 +129,10 @@ class MedusaWorker:
         """
         started = time.perf_counter()
         drafter = self._medusa_require_drafter()
-        ahead = self._medusa_ahead
+        ahead = None
         # Lost heads may be loaded again while newer ones are being prepared.
-        if ahead is not None and ahead[0] != path:
-            ahead = None
-        if ahead is not None:
-            self._medusa_ahead = None
+        if self._medusa_ahead is not None and self._medusa_ahead[0] == path:
+            ahead, self._medusa_ahead = self._medusa_ahead, None
         # After an error on one rank they may differ; a swap is a meeting of all of them.
         if not agreed_by_all(drafter.fed and drafter.heads_checksum == checked[0]):
             ready = None
