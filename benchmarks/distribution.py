@@ -527,9 +527,8 @@ def measure(setting: Setting, stage: Stage, options: argparse.Namespace) -> dict
     """The figures of one setting: correct, and with a q that is one step old."""
     began = time.perf_counter()
     figures: dict[str, Any] = {"setting": setting.name, "runner": options.runner or "v1"}
-    # Where runs of drafts end early, and beside a feed, steps can't be scheduled ahead.
-    possible = "stop_below" not in setting.drafting and not setting.fed
-    figures["ahead"] = ahead = options.ahead and possible
+    # Where runs of drafts end early, steps can't be scheduled ahead.
+    figures["ahead"] = ahead = options.ahead and "stop_below" not in setting.drafting
     with started(setting, stage, options.runner, ahead) as engine:
         # Requests without a seed draw from torch's own generator.
         torch.manual_seed(SEED)

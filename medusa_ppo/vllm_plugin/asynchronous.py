@@ -22,7 +22,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.abstract import Executor
 
-from medusa_ppo.vllm_plugin.speculation import FEED, feeds_itself, heads_folder, not_with_heads
+from medusa_ppo.vllm_plugin.speculation import heads_folder, not_with_heads
 
 DRAFTS = "medusa_drafts"
 """Attribute of a step's output and of the scheduler: the number of drafts that the speculator wants
@@ -60,12 +60,6 @@ def _why_not(vllm_config: Any) -> str:
         return "Leave it out, or use vLLM's V2 model runner."
     if vllm_config.parallel_config.data_parallel_size > 1:
         return "Leave it out: it was not tested with data parallelism."
-    if feeds_itself():
-        # Found by `benchmarks/distribution.py --ahead --settings "feed and sync in flight"`.
-        return (
-            f"Leave it out, or {FEED}: after a load between steps that are scheduled ahead, tokens"
-            " did not have the model's distribution."
-        )
     if not Executor.get_class(vllm_config).supports_async_scheduling():
         return "Leave it out, or use vLLM's own executors."
     return ""

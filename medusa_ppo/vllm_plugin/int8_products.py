@@ -1,6 +1,18 @@
-"""Matrix products in 8 bits, on CPUs with instructions for them."""
+"""Matrix products with weights that oneDNN has packed, on CPUs; in 8 bits where they have
+instructions for that.
+
+vLLM's operations keep one compiled product for all weights of equal sizes in the process, ours and
+the actor's, although it reads only one layout and one dtype. So ours must be packed as vLLM packs
+the actor's: with as many threads, on which the layout depends, and not in another dtype. Otherwise
+whichever product is used second has wrong results.
+"""
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 import vllm._custom_ops as custom_ops
@@ -21,11 +33,13 @@ def packed_linear(weight: torch.Tensor) -> LINEAR:
     """
     if weight.device.type != "cpu" or not custom_ops._supports_onednn:
         return plain_linear(weight)
-    return (
-        _onednn_8_bit(weight)
-        if packs_8_bit(weight.dtype, weight.device)
-        else onednn_product(weight.float())
-    )
+    if packs_8_bit(weight.dtype, weight.device):
+        return _onednn_8_bit(weight)
+    wide = weight.float()
+    # vLLM's own layers are compiled in 16 bits then.
+    if weight.dtype != torch.float32 and _has_products_of(weight.dtype):
+        return lambda rows: torch.nn.functional.linear(rows.float(), wide)
+    return onednn_product(wide)
 
 
 def packs_8_bit(dtype: torch.dtype, device: torch.device) -> bool:
@@ -43,18 +57,41 @@ def onednn_product(weight: torch.Tensor) -> LINEAR:
     torch where oneDNN has none (16 bits on a CPU with AVX2 only).
     """
     try:
-        handler = custom_ops.create_onednn_mm(weight.contiguous().t(), PRIMITIVES)
+        handler = _packed(custom_ops.create_onednn_mm, weight.contiguous().t(), PRIMITIVES)
     except RuntimeError:
         return plain_linear(weight)
     return lambda rows: custom_ops.onednn_mm(handler, rows.to(weight.dtype), None)
+
+
+@functools.cache
+def _has_products_of(dtype: torch.dtype) -> bool:
+    """Whether oneDNN multiplies in this dtype here."""
+    try:
+        custom_ops.create_onednn_mm(torch.zeros(16, 16, dtype=dtype), 1)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _packed(create: Callable[..., Any], *arguments: Any) -> Any:
+    """What `create` makes with the process's number of threads, whatever this thread has."""
+
+    def packed() -> Any:
+        # At its first use of torch a thread takes over the number of the process.
+        torch.get_num_threads()
+        return create(*arguments)
+
+    with ThreadPoolExecutor(1, "medusa-ppo-pack") as packer:
+        return packer.submit(packed).result()
 
 
 def _onednn_8_bit(weight: torch.Tensor) -> LINEAR:
     wide = weight.float()
     scales = wide.abs().amax(1).clamp_min(torch.finfo(torch.float32).tiny) / 127
     eighths = (wide / scales.unsqueeze(1)).round_().to(torch.int8)
-    handler = custom_ops.create_onednn_scaled_mm(
-        eighths.t(), scales, torch.float32, True, False, PRIMITIVES
+    handler = _packed(
+        custom_ops.create_onednn_scaled_mm,
+        *(eighths.t(), scales, torch.float32, True, False, PRIMITIVES),
     )
     held = handler.handler_tensor
     width = len(weight)

@@ -2,9 +2,9 @@
 packed weights, tables, and what they have to draft. So loading them between two steps only
 exchanges references.
 
-oneDNN packs weights in any thread, but multiplies in one at a time: products of equal sizes share
-what they were compiled to, and their scratch memory. So packed weights are multiplied for the first
-time between two steps.
+oneDNN packs weights in any thread (`int8_products`), but multiplies in one at a time: products of
+equal sizes share what they were compiled to, and their scratch memory. So packed weights are
+multiplied for the first time between two steps.
 """
 
 from __future__ import annotations
@@ -157,8 +157,10 @@ def _empty_heads(serving: MedusaHeads, dtype: torch.dtype) -> MedusaHeads:
 
 
 def begin_beside(work: Callable[[], T]) -> Future[T]:
-    """Begin work in a thread that leaves the cores to the engine: at low priority, on one core."""
-    began = threading.Event()
+    """Begin work in a thread that leaves the cores to the engine: at low priority, and on one core,
+    except while it packs weights.
+    """
+    began, returned = threading.Event(), threading.Event()
 
     def quietly() -> T:
         try:
@@ -172,6 +174,8 @@ def begin_beside(work: Callable[[], T]) -> Future[T]:
         # Where it is forbidden, the thread competes with the engine.
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        # Threads that this one begins have the engine's number.
+        returned.wait()
         return work()
 
     threads = torch.get_num_threads()
@@ -182,6 +186,7 @@ def begin_beside(work: Callable[[], T]) -> Future[T]:
     began.wait()
     # The number counts for the thread that sets it, and for all that begin later.
     _set_num_threads(threads)
+    returned.set()
     return begun
 
 

@@ -15,7 +15,6 @@ pytest.importorskip("vllm")
 pytest.importorskip("vllm.v1.core.sched.async_scheduler")
 
 from medusa_ppo.vllm_plugin import asynchronous
-from medusa_ppo.vllm_plugin.speculation import FEED
 
 
 def settled(
@@ -66,14 +65,6 @@ def test_elsewhere_it_does_not_and_says_so_if_asked(
     with pytest.raises(ConfigError, match="async_scheduling can't be combined") as caught:
         settled(monkeypatch, True, **where)
     assert "Leave it out" in str(caught.value)
-
-
-def test_beside_a_feed_it_does_not_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FEED, "http://somewhere")
-    assert settled(monkeypatch, None) is False
-    with pytest.raises(ConfigError, match="async_scheduling can't be combined") as caught:
-        settled(monkeypatch, True)
-    assert FEED in str(caught.value)
 
 
 def test_the_speculators_number_reaches_the_steps_that_are_scheduled_later() -> None:
