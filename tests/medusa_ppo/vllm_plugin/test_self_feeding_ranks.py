@@ -22,6 +22,7 @@ import pytest
 from heads.heads_config import HeadsConfig
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.vllm_plugin import feed_watch, rank_agreement, self_feeding, worker_extension
+from medusa_ppo.vllm_plugin.feed_watch import FeedWatch
 from medusa_ppo.vllm_plugin.self_feeding import MOST_FAULTS, EngineFeeder
 from medusa_ppo.vllm_plugin.speculation import FEED
 from medusa_ppo.vllm_plugin.worker_extension import MedusaWorker
@@ -140,6 +141,18 @@ def step_until(feeder: EngineFeeder, core: Core, condition: Callable[[], bool]) 
         time.sleep(0.001)
 
 
+def serves_first(
+    begin: Callable[[Core], EngineFeeder], core: Core, published: Callable[[int], None]
+) -> tuple[EngineFeeder, FeedWatch]:
+    """A feeder that has loaded version 1, and its watch."""
+    feeder = begin(core)
+    watch = feeder._watch
+    assert watch is not None
+    published(1)
+    step_until(feeder, core, lambda: watch.known == 1)
+    return feeder, watch
+
+
 BROKEN = RuntimeError("an illegal memory access")
 
 
@@ -153,11 +166,7 @@ def test_a_version_that_makes_workers_raise_is_left_out_and_the_next_one_serves(
     lost: bool,
 ) -> None:
     core = Core(tmp_path, [{2: BROKEN} if rank in failing else {} for rank in range(RANKS)])
-    feeder = begin(core)
-    watch = feeder._watch
-    assert watch is not None
-    published(1)
-    step_until(feeder, core, lambda: watch.known == 1)
+    feeder, watch = serves_first(begin, core, published)
     if lost:
         # The heads were gone when the error came.
         for rank in failing:
@@ -247,11 +256,7 @@ def test_heads_that_are_lost_in_any_way_are_loaded_again(
 
     monkeypatch.setattr(MedusaWorker, "_medusa_sketch", seen)
     core = Core(tmp_path, [{}, {}])
-    feeder = begin(core)
-    watch = feeder._watch
-    assert watch is not None
-    published(1)
-    step_until(feeder, core, lambda: watch.known == 1)
+    feeder, _ = serves_first(begin, core, published)
     if woken:
         monkeypatch.setattr(self_feeding, "VERSION_S", 1e9)
         feeder.between_steps(core)
@@ -271,11 +276,7 @@ def test_heads_that_are_lost_while_newer_ones_are_prepared_leave_those(
 ) -> None:
     """The lost ones serve until the newer ones are ready, whose file and preparation stay."""
     core = Core(tmp_path, [{}, {}])
-    feeder = begin(core)
-    watch = feeder._watch
-    assert watch is not None
-    published(1)
-    step_until(feeder, core, lambda: watch.known == 1)
+    feeder, watch = serves_first(begin, core, published)
     for drafter in core.drafters:
         drafter.prepares.clear()
         drafter.made.clear()
@@ -303,11 +304,7 @@ def test_lost_heads_that_cannot_be_loaded_are_tried_ever_more_rarely(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     core = Core(tmp_path, [{}])
-    feeder = begin(core)
-    watch = feeder._watch
-    assert watch is not None
-    published(1)
-    step_until(feeder, core, lambda: watch.known == 1)
+    feeder, _ = serves_first(begin, core, published)
     now = [0.0]
     monkeypatch.setattr(self_feeding, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(self_feeding, "VERSION_S", 5.0)
@@ -339,11 +336,7 @@ def test_a_question_that_fails_is_asked_ever_more_rarely_and_an_answer_ends_the_
     three times at once, and feeding ended for good.
     """
     core = Core(tmp_path, [{}])
-    feeder = begin(core)
-    watch = feeder._watch
-    assert watch is not None
-    published(1)
-    step_until(feeder, core, lambda: watch.known == 1)
+    feeder, watch = serves_first(begin, core, published)
     # Versions are no part of it, so that what is counted is the questions.
     watch.end()
     watch._thread.join()
@@ -392,11 +385,7 @@ def test_a_question_that_fails_leaves_the_version_that_is_being_prepared(
     tmp_path: Path,
 ) -> None:
     core = Core(tmp_path, [{}])
-    feeder = begin(core)
-    watch = feeder._watch
-    assert watch is not None
-    published(1)
-    step_until(feeder, core, lambda: watch.known == 1)
+    feeder, watch = serves_first(begin, core, published)
     honest = core.collective_rpc
     failed: list[str] = []
 
