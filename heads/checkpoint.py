@@ -257,7 +257,9 @@ def load_heads(
                 f"{name} {actor}, the actor's",
                 "Use heads that were trained for this actor, or train new ones.",
             )
-    heads = MedusaHeads(config).to(getattr(torch, metadata.dtype))
+    # The caller's random numbers don't change: the parameters that are drawn here are replaced.
+    with torch.random.fork_rng(devices=[]):
+        heads = MedusaHeads(config).to(getattr(torch, metadata.dtype))
     heads.load_trainable_state(
         _read_checked(weights, [name for name in shapes if name != LM_HEAD_KEY], metadata.checksum)
     )

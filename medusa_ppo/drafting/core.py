@@ -254,6 +254,7 @@ class DraftingCore:
             drawing = _Drawing(
                 sampling, self.temperatures_K, count, slots, self._width, recall, ending
             )
+            drawing.may_overflow = hidden_BD.dtype == torch.float16
         if recall is not None and self.ids_W is not None:
             recall.among(self.ids_W, self.config.vocab_size)
         features = (
@@ -322,7 +323,13 @@ class DraftingCore:
 
 
 class _Drawing:
-    """Draws columns of logits; data that all heads share is computed once."""
+    """Draws columns of logits; data that all heads share is computed once.
+
+    Attributes:
+        may_overflow: logits may be inf, as float16 is beyond 65,504.
+    """
+
+    may_overflow: bool = False
 
     def __init__(
         self,
@@ -371,6 +378,10 @@ class _Drawing:
         if sampling.top_k_B is not None or sampling.top_p_B is not None:
             scaled_BW = cut(scaled_BW, sampling.top_k_B, sampling.top_p_B)
         torch.softmax(scaled_BW, -1, out=mass_BW)
+        if self.may_overflow and self.q is None:
+            # One inf makes the whole row NaN, and verification by it biased. Without any mass the
+            # last column is drawn with q = 1. The check of a swap, which asks for q, sees NaN.
+            mass_BW.nan_to_num_(nan=0.0)
         # From here on the mass is q itself. `recall` changes it first, then `ending` evaluates it.
         if self._recall is not None:
             self._recall.mix(mass_BW, self._drawn_B1)

@@ -14,7 +14,7 @@ Shape letters: B requests, R rows of a batch, S slots, K drafts, W width of the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -94,6 +94,13 @@ class Seating:
         self._seats: dict[str, _Seat] = {}
         self._serials = itertools.count()
         self._last: tuple[list[str], Seats] | None = None
+
+    def arrive(self, request_ids: Iterable[str]) -> None:
+        """These requests are new: whoever had the same id before has ended."""
+        for key in request_ids:
+            if (seat := self._seats.pop(key, None)) is not None:
+                self._free.append(seat.slot)
+                self._last = None
 
     def seat(
         self,

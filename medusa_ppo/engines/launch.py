@@ -88,6 +88,7 @@ ASYNCHRONOUS = "async_scheduling"
 WITHOUT_MEDUSA = {
     "enable_lora": "the heads share the actor's plain lm_head",
     "enable_expert_parallel": "it has never been tested",
+    "enable_batch_sharded_sampling": "ranks would draft different tokens",
     "logits_processors": "vLLM refuses them with speculative decoding",
 }
 

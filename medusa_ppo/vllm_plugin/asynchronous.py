@@ -22,7 +22,11 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.executor.abstract import Executor
 
-from medusa_ppo.vllm_plugin.speculation import heads_folder, not_with_heads
+from medusa_ppo.vllm_plugin.speculation import (
+    has_separate_ranks,
+    heads_folder,
+    not_with_heads,
+)
 
 DRAFTS = "medusa_drafts"
 """Attribute of a step's output and of the scheduler: the number of drafts that the speculator wants
@@ -60,6 +64,9 @@ def _why_not(vllm_config: Any) -> str:
         return "Leave it out, or use vLLM's V2 model runner."
     if vllm_config.parallel_config.data_parallel_size > 1:
         return "Leave it out: it was not tested with data parallelism."
+    if has_separate_ranks(vllm_config):
+        # Each would follow the number of drafts that its own rank wants.
+        return "Leave it out: each rank schedules its own steps here."
     if not Executor.get_class(vllm_config).supports_async_scheduling():
         return "Leave it out, or use vLLM's own executors."
     return ""

@@ -98,13 +98,15 @@ def _onednn_8_bit(weight: torch.Tensor) -> LINEAR:
     narrow = torch.ops._C.dynamic_scaled_int8_quant.default
     multiply = torch.ops._C.onednn_scaled_mm.default
 
-    scratch: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    scratch = torch.empty((0, weight.shape[1]), dtype=torch.int8), torch.empty((0, 1))
 
     def product(rows: torch.Tensor) -> torch.Tensor:
+        nonlocal scratch
         count = rows.shape[0]
-        if count not in scratch:
-            scratch[count] = torch.empty(rows.shape, dtype=torch.int8), torch.empty((count, 1))
-        eighths, sizes = scratch[count]
+        # One piece of memory for all numbers of rows, as large as the largest needed.
+        if count > len(scratch[0]):
+            scratch = torch.empty(rows.shape, dtype=torch.int8), torch.empty((count, 1))
+        eighths, sizes = scratch[0][:count], scratch[1][:count]
         narrow(eighths, rows.contiguous(), sizes, None)
         out = torch.empty((count, width))
         multiply(out, eighths, sizes, None, None, None, held)

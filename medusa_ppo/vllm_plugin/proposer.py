@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -387,6 +387,10 @@ class MedusaProposer(Drafter):
         )
         self._running = request_ids, live_requests
 
+    def arrive(self, request_ids: Iterable[str]) -> None:
+        """These requests are new, though earlier ones may have had the same ids."""
+        self._seating.arrive(request_ids)
+
     @property
     def _positions_B(self) -> torch.Tensor:
         """Number of tokens of each request in the batch, int64; sent to the device on first use."""
@@ -646,6 +650,12 @@ class MedusaProposer(Drafter):
                 expected="a number of tokens, and heads that share the actor's lm_head",
                 do="Set engine.draft_vocab=0.",
             )
+        # On all ranks before anything is replaced, as room for q.
+        memory, stopping = self.memory, self.stopping
+        if memory_bytes != self._memory_bytes:
+            memory = together("making room for a memory", lambda: self._new_memory(memory_bytes))
+        if stop_below != self._stop_below:
+            stopping = together("preparing ends", lambda: self._new_stopping(stop_below))
         if size != self.draft_vocabulary.size:
             self.draft_vocabulary = self._new_vocabulary(size)
             self._refresh_vocabulary()
@@ -658,8 +668,7 @@ class MedusaProposer(Drafter):
             self.sampled = sampled
             self._use_vocabulary()
         self._core.use_temperature(temperature)
-        if memory_bytes != self._memory_bytes:
-            self.memory = self._new_memory(memory_bytes) if memory_bytes else None
+        self.memory, self.stopping = memory, stopping
         size = self.draft_vocabulary.size
         held = Drafting(
             num_drafts=count,
@@ -668,13 +677,6 @@ class MedusaProposer(Drafter):
             choose=self.choose,
             draft_vocab=size,
         )
-        if stop_below != self._stop_below:
-            requests = self.vllm_config.scheduler_config.max_num_seqs
-            self.stopping = (
-                Stopping(stop_below, requests, self.num_speculative_tokens, self.device)
-                if stop_below
-                else None
-            )
         return held | {"memory_bytes": memory_bytes, "stop_below": stop_below}
 
     @property
@@ -685,10 +687,18 @@ class MedusaProposer(Drafter):
     def _stop_below(self) -> float:
         return self.stopping.least if self.stopping is not None else 0.0
 
-    def _new_memory(self, most_bytes: int) -> RunningMemory:
+    def _new_memory(self, most_bytes: int) -> RunningMemory | None:
+        if not most_bytes:
+            return None
         requests = self.vllm_config.scheduler_config.max_num_seqs
         places = MEMORY_LENGTHS * self.vllm_config.model_config.max_model_len
         return RunningMemory(most_bytes, requests, self.num_speculative_tokens, places, self.device)
+
+    def _new_stopping(self, least: float) -> Stopping | None:
+        requests = self.vllm_config.scheduler_config.max_num_seqs
+        return (
+            Stopping(least, requests, self.num_speculative_tokens, self.device) if least else None
+        )
 
     def target_changed(self) -> None:
         """The actor has new weights: renew everything that was read from the old ones."""

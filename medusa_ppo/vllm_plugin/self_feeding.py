@@ -25,7 +25,12 @@ from heads.errors import EngineError, MedusaError
 from medusa_ppo.feeds.feed_manifest import FeedActor
 from medusa_ppo.feeds.http_feed import open_feed
 from medusa_ppo.vllm_plugin.feed_watch import FeedWatch, Fetched
-from medusa_ppo.vllm_plugin.speculation import FEED, feeds_itself, heads_folder
+from medusa_ppo.vllm_plugin.speculation import (
+    FEED,
+    feeds_itself,
+    has_separate_ranks,
+    heads_folder,
+)
 from medusa_ppo.vllm_plugin.worker_calls import WORKER_EXTENSION, first_of
 
 logger = logging.getLogger(__name__)
@@ -62,6 +67,15 @@ class EngineFeeder:
         # In a row: with no version loaded between them, or no answer.
         self._faults = 0
         self._unanswered = 0
+        if has_separate_ranks(core.vllm_config):
+            # Each would load a version when it has seen it, while the others wait in another step.
+            logger.warning(
+                "This engine loads no heads from %s: its tensor-parallel ranks are engines of their"
+                " own (external_launcher), which can't load between the same two steps. Use one"
+                " rank, or let vLLM start the ranks.",
+                FEED,
+            )
+            return
         try:
             answer = self._state(core)
             actor = FeedActor(heads=dict(answer["heads"]), sketch=str(answer["sketch"]))

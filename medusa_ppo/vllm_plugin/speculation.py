@@ -67,6 +67,15 @@ def feeds_itself() -> bool:
     return bool(os.environ.get(FEED))
 
 
+def has_separate_ranks(vllm_config: Any) -> bool:
+    """Whether each rank of a model is an engine with a scheduler of its own, all of which a loop
+    calls alike (`torchrun`, TRL's colocated mode): a call of one engine reaches one rank only.
+    """
+    parallel = vllm_config.parallel_config
+    launcher = getattr(parallel, "distributed_executor_backend", None)
+    return launcher == "external_launcher" and parallel.world_size > 1
+
+
 def refuse_lossy_rule(rule: str) -> None:
     """Raise LossyError for a rule by which drafts would change the samples, whoever started the
     engine: PPO would learn from log-probs of another distribution. vLLM 0.33 has "fly", and all
@@ -95,6 +104,11 @@ def refuse_what_heads_lack(vllm_config: Any) -> None:
     if getattr(parallel, "enable_expert_parallel", False):
         raise not_with_heads(
             "enable_expert_parallel", True, False, "Leave it out, or leave the heads out."
+        )
+    # Each rank would know p of its own requests only, and learn other trust in a memory.
+    if getattr(parallel, "enable_batch_sharded_sampling", False):
+        raise not_with_heads(
+            "enable_batch_sharded_sampling", True, False, "Leave it out, or leave the heads out."
         )
     model = getattr(vllm_config, "model_config", None)
     method = getattr(model, "quantization", None)

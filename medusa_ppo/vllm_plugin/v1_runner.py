@@ -291,6 +291,8 @@ def with_plain_steps(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def execute_model(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_ours(self) and scheduler_output.scheduled_new_reqs:
+            self.drafter.arrive(new.req_id for new in scheduler_output.scheduled_new_reqs)
         self.medusa_plain = _is_plain(self, scheduler_output)
         if not self.medusa_plain:
             return original(self, scheduler_output, *args, **kwargs)

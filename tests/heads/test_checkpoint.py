@@ -72,7 +72,9 @@ def test_round_trip(tmp_path: Path, kind: str, lm_head: str, dtype: torch.dtype)
     heads = build(kind, lm_head).to(dtype)
     lm_head_VD = torch.randn(V, D)
     save_heads(tmp_path / "a", heads, lm_head_VD=lm_head_VD, version=7, metadata={"loss": "tv"})
+    numbers = torch.get_rng_state()
     again, metadata = load_heads(tmp_path / "a", hidden_size=D, vocab_size=V)
+    assert torch.equal(torch.get_rng_state(), numbers), "a loop's random numbers stay"
     assert again.config == heads.config and again.dtype == dtype
     assert all(
         torch.equal(a, b) for a, b in zip(heads.parameters(), again.parameters(), strict=True)

@@ -425,3 +425,28 @@ def test_the_call_compiles_whole(device: torch.device, kind: str) -> None:
         )
     torch.testing.assert_close(compiled.cumulative_KRX, eager.cumulative_KRX)
     assert torch.equal(compiled.stamps_R, eager.stamps_R)
+
+
+def test_logits_that_overflow_leave_a_distribution_to_verify_by(device: torch.device) -> None:
+    """In float16 one of 65,504 or more is inf, and the softmax of its row NaN."""
+    heads = random_heads("hydra", device=device)
+    actor = TableActor(dtype=torch.float16, device=device)
+    calls: list[torch.Tensor] = []
+
+    def lm_head(rows_ND: torch.Tensor) -> torch.Tensor:
+        logits_NV = F.linear(rows_ND.half(), actor.lm_head_VD)
+        calls.append(logits_NV)
+        # The second head of all requests but the first one.
+        if len(calls) == 2:
+            logits_NV[1:, 3] = torch.inf
+        return logits_NV
+
+    core = DraftingCore(heads.half(), lm_head, lambda i: F.embedding(i, actor.table_VD))
+    slots = DraftSlots(B, K, V, device)
+    one_step(core, slots, actor, seeded=True)
+    assert len(calls) == K
+    slots_B = torch.arange(B, device=device)
+    q_KBV = torch.stack([slots.q(slots_B, torch.full_like(slots_B, k)) for k in range(K)])
+    assert bool(((q_KBV >= 0) & (q_KBV <= 1)).all())
+    torch.testing.assert_close(q_KBV.sum(2), torch.ones_like(q_KBV[..., 0]))
+    assert q_KBV[1, 1:, -1].tolist() == [1.0] * (B - 1) and float(q_KBV[1, 0].max()) < 1

@@ -152,3 +152,17 @@ def test_logits_are_written_of_what_drafts_were_drawn_from(device: torch.device)
         assert out_NV.isfinite().sum(1).tolist() == [5, 5, 5, 1, 1]
         assert out_NV[3:].argmax(1).tolist() == ids_N[3:].tolist()
         assert out_NV[3:].amax(1).tolist() == [0.0, 0.0]
+
+
+def test_a_request_with_the_id_of_an_ended_one_is_another_request(device: torch.device) -> None:
+    """vLLM's ids are the caller's own if it is told not to add random ones."""
+    seating = Seating(2, device)
+    traits = {"0": Traits(seed=5), "1": Traits()}
+    before = seating.seat(["0", "1"], traits.__getitem__, traits)
+    traits["0"] = Traits(seed=6, one_hot=True)
+    seating.arrive(["0"])
+    after = seating.seat(["0", "1"], traits.__getitem__, traits)
+    assert after.keys_B is not None and int(after.keys_B[0]) == int(keys_of([6])[0])
+    assert after.drawn_B is not None and after.drawn_B.tolist() == [0.0, 1.0]
+    assert int(after.requests_B[0]) not in before.requests_B.tolist()
+    assert after.requests_B[1] == before.requests_B[1]

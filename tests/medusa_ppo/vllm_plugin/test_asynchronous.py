@@ -25,6 +25,7 @@ def settled(
     runner: str = "v2",
     cpu: bool = False,
     replicas: int = 1,
+    launcher: str = "mp",
 ) -> bool | None:
     """What a configuration has in the end, if vLLM itself allows nothing but False."""
     monkeypatch.setattr(asynchronous, "heads_folder", lambda config: heads)
@@ -35,7 +36,9 @@ def settled(
     )
     config = SimpleNamespace(
         scheduler_config=SimpleNamespace(async_scheduling=asked),
-        parallel_config=SimpleNamespace(data_parallel_size=replicas),
+        parallel_config=SimpleNamespace(
+            data_parallel_size=replicas, distributed_executor_backend=launcher, world_size=2
+        ),
         use_v2_model_runner=runner == "v2",
     )
 
@@ -57,7 +60,9 @@ def test_v2_schedules_ahead_unless_somebody_says_no(
     assert settled(monkeypatch, asked, heads="") is asked, "vLLM's own business"
 
 
-@pytest.mark.parametrize("where", [{"runner": "v1"}, {"replicas": 2}])
+@pytest.mark.parametrize(
+    "where", [{"runner": "v1"}, {"replicas": 2}, {"launcher": "external_launcher"}]
+)
 def test_elsewhere_it_does_not_and_says_so_if_asked(
     where: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

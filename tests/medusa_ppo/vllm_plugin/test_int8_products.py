@@ -33,6 +33,18 @@ def test_packed_products_are_close_to_plain_ones(dtype: torch.dtype, rows: int) 
     assert len(junk) == 100
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_product_is_right_for_any_number_of_rows_after_any_other(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(96, 64).to(dtype)
+    product = packed_linear(weight)
+    for rows in (7, 40, 3, 41, 40):
+        rows_ND = torch.randn(rows, 64).to(dtype)
+        expected_NW = rows_ND.float() @ weight.float().T
+        off = (product(rows_ND).float() - expected_NW).square().mean().sqrt()
+        assert off < 0.02 * expected_NW.std()
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_a_product_is_made_where_onednn_has_none(
     known: bool, monkeypatch: pytest.MonkeyPatch

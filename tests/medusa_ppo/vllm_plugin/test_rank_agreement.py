@@ -171,6 +171,24 @@ def test_a_table_of_q_that_one_rank_has_no_room_for_replaces_none(
     assert [mine._core.ids_W for mine in proposers] == [None] * RANKS
 
 
+@pytest.mark.parametrize(
+    ("part", "settings"),
+    [("RunningMemory", {"memory_bytes": 1 << 20}), ("Stopping", {"stop_below": 0.1})],
+)
+def test_settings_that_one_rank_has_no_room_for_change_nothing_on_any(
+    ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch, part: str, settings: Any
+) -> None:
+    from medusa_ppo.vllm_plugin import proposer
+
+    monkeypatch.setattr(proposer, part, ranks.failing(getattr(proposer, part), NO_ROOM))
+    proposers = [ProposerStep(2).proposer for _ in range(RANKS)]
+    first, second = ranks.run(lambda rank: proposers[rank].configure({"num_drafts": 1} | settings))
+    assert isinstance(first, SwapError) and "Another rank" in str(first)
+    assert second is NO_ROOM
+    for mine in proposers:
+        assert mine.num_drafts > 1 and mine.memory is None and mine.stopping is None
+
+
 def syncing(ranks: TwoRanks, path: Path) -> Callable[[int], Any]:
     """A sync of the actor on ranks whose lm_head meets."""
     torch.manual_seed(0)

@@ -68,6 +68,7 @@ class Core:
     """vLLM's core with its workers, as a feeder sees it."""
 
     def __init__(self, model: Path, faults: list[dict[int, Exception]]) -> None:
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=len(faults)))
         self.workers = []
         for mine in faults:
             worker: Any = MedusaWorker()
@@ -428,6 +429,23 @@ def test_an_engine_that_cannot_be_fed_says_so_once_and_runs(
         feeder.close()
     told = [record.getMessage() for record in caplog.records]
     assert sum("This engine loads no heads" in text for text in told) == 1, told
+
+
+def test_ranks_that_are_engines_of_their_own_are_not_fed(
+    published: Callable[[int], None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each would load a version when it has seen it, in another step than the others: their
+    collectives would wait for each other for ever.
+    """
+    published(1)
+    core = Core(tmp_path, [{}, {}])
+    core.vllm_config.parallel_config.distributed_executor_backend = "external_launcher"
+    with caplog.at_level(logging.WARNING, logger="medusa_ppo"):
+        feeder = EngineFeeder(core)
+    assert feeder._watch is None
+    feeder.between_steps(core)
+    assert [drafter.swaps for drafter in core.drafters] == [[], []]
+    assert "external_launcher" in caplog.text
 
 
 def test_a_file_of_git_lfs_beside_the_weights_leaves_the_sketch_empty(

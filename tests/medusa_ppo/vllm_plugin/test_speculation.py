@@ -71,6 +71,7 @@ SERVED: dict[str, Any] = {"pipeline_parallel_size": 1, "enable_expert_parallel":
     [
         ({"pipeline_parallel_size": 2}, None, "pipeline_parallel_size"),
         ({"enable_expert_parallel": True}, None, "enable_expert_parallel"),
+        ({"enable_batch_sharded_sampling": True}, None, "enable_batch_sharded_sampling"),
         ({}, SimpleNamespace(max_loras=1), "enable_lora"),
         ({"quantization": "fp8"}, None, "quantization"),
     ],

@@ -63,7 +63,7 @@ def test_rows_of_a_step_without_drafts_are_those_that_vllm_counts(
 def a_runner(**changes: Any) -> SimpleNamespace:
     """What a step without drafts reads of vLLM's runner."""
     runner = SimpleNamespace(
-        drafter=SimpleNamespace(memory=None),
+        drafter=SimpleNamespace(memory=None, arrive=list),
         input_batch=SimpleNamespace(generators={}),
         use_async_scheduling=False,
         model_config=SimpleNamespace(is_hybrid=False),
@@ -90,7 +90,7 @@ def scheduled(**changes: Any) -> SimpleNamespace:
     ("of_runner", "of_step"),
     [
         ({}, {"scheduled_spec_decode_tokens": {"a": [5]}, "total_num_scheduled_tokens": 3}),
-        ({}, {"scheduled_new_reqs": ["b"]}),
+        ({}, {"scheduled_new_reqs": [SimpleNamespace(req_id="b")]}),
         ({}, {"total_num_scheduled_tokens": 40}),
         ({"input_batch": SimpleNamespace(generators={0: "of a seed"})}, {}),
         ({"use_async_scheduling": True}, {}),
@@ -108,6 +108,18 @@ def test_what_needs_speculation_keeps_it(
     run(a_runner(), scheduled())
     run(a_runner(**of_runner), scheduled(**of_step))
     assert seen == [None, "speculation"]
+
+
+def test_the_drafter_hears_of_new_requests_whose_ids_may_be_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(v1_runner, "_is_ours", lambda _: True)
+    heard: list[str] = []
+    run = v1_runner.with_plain_steps(lambda self, step: None)
+    runner = a_runner(drafter=SimpleNamespace(memory=None, arrive=heard.extend))
+    run(runner, scheduled())
+    run(runner, scheduled(scheduled_new_reqs=[SimpleNamespace(req_id=key) for key in "bc"]))
+    assert heard == ["b", "c"]
 
 
 @pytest.mark.parametrize("drafts", [[[], []], torch.tensor([[1, 2], [3, 4]]), [[7], []]])
