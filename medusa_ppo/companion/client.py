@@ -27,7 +27,7 @@ from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.giving_way import Pace
 from medusa_ppo.companion.positions import ROW_BYTES, EarlySample
-from medusa_ppo.companion.service import STATE_FILE, CompanionService, settle
+from medusa_ppo.companion.service import STATE_FILE, CompanionService, forget_oldest, settle
 from medusa_ppo.companion.team import MAX_RESTARTS, HandedBatch, Leader, actor_options
 from medusa_ppo.companion.wire import (
     HANG_S,
@@ -599,7 +599,12 @@ class CompanionClient:
                 return None
             state = unpack(packed)
             path = self._folder.path / f"fetched-{published.version:06d}.safetensors"
-            save_state(path, state)
+            try:
+                save_state(path, state)
+            except OSError as error:  # Shared memory is full.
+                self._fail(f"The companion's heads could not be written beside the loop: {error}")
+                return None
+            forget_oldest(path, "fetched-*.safetensors")
             return dataclasses.replace(published, path=str(path), checksum=checksum(state))
         return None
 

@@ -24,7 +24,7 @@ from heads.heads_config import HeadsConfig
 from medusa_ppo.companion import service as service_module
 from medusa_ppo.companion.client import START_TIMEOUT_S, STATE_BYTES_PER_S, CompanionClient
 from medusa_ppo.companion.cycle import Cycle
-from medusa_ppo.companion.service import STATE_FILE, CompanionService
+from medusa_ppo.companion.service import KEPT_VERSIONS, STATE_FILE, CompanionService
 from medusa_ppo.companion.wire import Answer, ServiceArguments, pack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -461,6 +461,66 @@ def test_a_version_from_before_the_companion_was_told_is_not_offered(
     ray.cancel(pending, force=True)
     client._telling = ray.put(None)
     assert client.newest(3, 60) == published
+    monkeypatch.undo()
+
+
+def published_elsewhere(
+    client: CompanionClient, monkeypatch: pytest.MonkeyPatch, versions: dict[int, object]
+) -> list[int]:
+    """Let a client's companion be on another node: the file of its last version, by number, is not
+    on this one. Returns the versions that are fetched. What is mocked: the calls to its process.
+    """
+    fetched: list[int] = []
+
+    def call(method: str, group: str, *arguments: int) -> object:
+        if method == "newest":
+            last = max(versions)
+            there = PublishedHeads(last, f"/elsewhere/heads-{last}", "sum", 0, 2.0)
+            return ray.put(Answer(there, "", "x", version=last))
+        assert method == "published_state"
+        fetched.append(arguments[0])
+        return versions[arguments[0]]
+
+    monkeypatch.setattr(client, "_call", call)
+    return fetched
+
+
+@cpu_alone
+def test_versions_of_another_node_do_not_fill_this_ones_memory(
+    chain, client_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = client_of(chain())
+    versions: dict[int, object] = {}
+    published_elsewhere(client, monkeypatch, versions)
+    found = []
+    for version in range(1, 7):
+        versions[version] = ray.put(pack({"weight": torch.full((8,), float(version))}))
+        found.append(client.newest(version - 1, 60))
+    there = sorted(str(path) for path in client._folder.path.glob("fetched-*"))
+    assert there == [heads.path for heads in found[-KEPT_VERSIONS:]], "an engine may go back to one"
+    assert checksum(load_state(found[-1].path)) == found[-1].checksum
+    monkeypatch.undo()
+
+
+@cpu_alone
+@pytest.mark.parametrize("on_error", ["disable", "raise"])
+def test_a_full_memory_costs_a_version_of_another_node_and_not_the_run(
+    chain, client_of, monkeypatch: pytest.MonkeyPatch, on_error: str
+) -> None:
+    client = client_of(chain(), on_error=on_error)
+    published_elsewhere(client, monkeypatch, {1: ray.put(pack({"weight": torch.zeros(8)}))})
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("medusa_ppo.companion.client.save_state", full)
+        if on_error == "raise":
+            with pytest.raises(CompanionError, match="No space left"):
+                client.newest(0, 60)
+        else:
+            assert client.newest(0, 60) is None and "No space left" in client._error
+    assert client.newest(0, 60).version == 1, "once there is room"
     monkeypatch.undo()
 
 
