@@ -391,8 +391,8 @@ def test_a_companion_that_can_not_start_says_so(chain) -> None:
 def test_only_a_state_that_can_not_be_used_is_called_so(
     chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever resumes may begin anew after that, but not after a start that was too slow: a large
-    state is given the time that a slow disk takes for it.
+    """Whoever resumes may begin anew after that, but not after an error of the disk, nor after a
+    start that was too slow: a large state is given the time that a slow disk takes for it.
     """
     task = chain()
     heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
@@ -406,6 +406,12 @@ def test_only_a_state_that_can_not_be_used_is_called_so(
     file.write_bytes(b"damaged")
     damaged = resume()
     assert isinstance(damaged, SavedStateError) and str(file) in str(damaged.given)
+    file.unlink()
+    file.symlink_to(file)  # No process can open it.
+    unread = resume()
+    assert not isinstance(unread, SavedStateError) and str(file) in str(unread.given)
+    assert "could not be read" in str(unread.given)
+    file.unlink()
     with file.open("wb") as made:
         made.truncate(10 * 1024**3)
     given: list[float] = []
