@@ -60,7 +60,13 @@ STATE_BYTES_PER_S = 25e6
 checked and written again, and a network disk may do 50 MB/s each way.
 """
 POLL_TIMEOUT_S = 0.5
+MOST_RECENT = 16
+"""Batches whose tokens are kept apart until the companion has counted them; those of older ones are
+joined.
+"""
 INTAKE, CONTROL = "intake", "control"
+Recent = tuple[int, torch.Tensor]
+"""A batch's number and its tokens; if they are joined, the last number and the tokens of all."""
 
 
 class CompanionClient:
@@ -162,9 +168,9 @@ class CompanionClient:
         # start.
         self._live: tuple[torch.Tensor, torch.Tensor | None] | None = None
         # The tokens that drafts come from after the batch of this number (None: any), and the
-        # tokens of later batches, which may become draft tokens.
+        # tokens of later batches that may have arrived, which may become draft tokens.
         self._draft_ids: torch.Tensor | None = None
-        self._recent: deque[tuple[int, torch.Tensor]] = deque()
+        self._recent: deque[Recent] = deque()
         self._rows: tuple[int, ray.ObjectRef, int] | None = None
         self.table_bytes = 0
         self._actor = _remote_actor(config, self._first, self._group)
@@ -173,7 +179,7 @@ class CompanionClient:
         if not hears_loop:
             # It is on another node, and takes nothing from this one.
             self.shared = self.takes_turns = False
-        self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
+        self._flying: deque[tuple[ray.ObjectRef, int, Recent]] = deque()
         self._poll: ray.ObjectRef | None = None
         self._newest: PublishedHeads | None = None
         self._newest_from = ""  # The incarnation that published them.
@@ -301,14 +307,13 @@ class CompanionClient:
             self._step_s = time.monotonic() - self._last_came
             self._last_came = time.monotonic()
             if (
-                sum(nbytes for _, nbytes in self._flying) + self._held + batch.nbytes
+                sum(nbytes for _, nbytes, _ in self._flying) + self._held + batch.nbytes
                 <= self._config.queue_bytes
             ):
                 self._sent += 1
                 with self._guard("could not take a batch"):
-                    self._flying.append(
-                        (self._call("submit", INTAKE, *self._handed(batch, rows)), batch.nbytes)
-                    )
+                    call = self._call("submit", INTAKE, *self._handed(batch, rows))
+                    self._flying.append((call, batch.nbytes, self._recent[-1]))
                     return
         self._rows = None
         self._lost += 1
@@ -328,13 +333,22 @@ class CompanionClient:
                 rows = batch.policy_version, *self._put_rows(ids)
             _, tables, nbytes = rows
             self.table_bytes += nbytes
-        self._recent.append((self._sent, ids))
+        self._remember(ids)
         packed = ray.put(pack(batch))
         if self._config.workers == 1:
             return packed, tables, self._sent
         assert tables is not None, "several workers are given the first tables, too"
         handed = HandedBatch([packed], [tables], batch.nbytes, batch.policy_version, self._sent)
         return (handed,)
+
+    def _remember(self, ids: torch.Tensor) -> None:
+        """Remember the tokens of the batch that is handed over. Without answers of the companion
+        there may be many, each with most of the vocabulary.
+        """
+        self._recent.append((self._sent, ids))
+        if len(self._recent) > MOST_RECENT:
+            (_, oldest), (number, older) = self._recent.popleft(), self._recent.popleft()
+            self._recent.appendleft((number, torch.cat([oldest, older]).unique()))
 
     def _put_rows(self, ids: torch.Tensor) -> tuple[ray.ObjectRef, int]:
         """Rows of the tables for a batch with these tokens, packed, and their bytes."""
@@ -480,7 +494,7 @@ class CompanionClient:
         if not self._usable():
             return False
         ends = time.monotonic() + timeout_s
-        refs = [ref for ref, _ in self._flying]
+        refs = [ref for ref, *_ in self._flying]
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=timeout_s, fetch_local=False)
         self._reap()
@@ -578,14 +592,19 @@ class CompanionClient:
         """Forget the batches that arrived; count those that were lost."""
         if not self._flying:
             return
-        refs = [ref for ref, _ in self._flying]
+        refs = [ref for ref, *_ in self._flying]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
-        self._flying = deque(entry for entry in self._flying if entry[0] not in ready)
-        for ref in ready:
+        flying = self._flying
+        self._flying = deque(entry for entry in flying if entry[0] not in ready)
+        for ref, _, recent in flying:
+            if ref not in ready:
+                continue
             with self._guard("lost a batch"):
                 self._held = ray.get(ref)
                 continue
             self._lost += 1
+            # A companion that is down never counts it.
+            self._recent = deque(other for other in self._recent if other is not recent)
 
     def _local(self, published: PublishedHeads) -> PublishedHeads | None:
         """The same version with a file on this node: if the companion runs on another node, its

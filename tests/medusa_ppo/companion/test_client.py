@@ -22,7 +22,12 @@ from heads.checkpoint import checksum, load_state
 from heads.errors import CompanionError, SavedStateError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion import service as service_module
-from medusa_ppo.companion.client import START_TIMEOUT_S, STATE_BYTES_PER_S, CompanionClient
+from medusa_ppo.companion.client import (
+    MOST_RECENT,
+    START_TIMEOUT_S,
+    STATE_BYTES_PER_S,
+    CompanionClient,
+)
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.service import KEPT_VERSIONS, STATE_FILE, CompanionService
 from medusa_ppo.companion.wire import Answer, ServiceArguments, pack
@@ -200,6 +205,42 @@ def test_killed_companion_never_raises_and_shows_in_the_status(
     assert not status.alive and status.error and status.batches_trained == 1
     assert until(lambda: client.newest(0) is None and client.status().batches_dropped == 3)
     assert not client.drain(1) and not client.save("/nowhere")
+
+
+def test_a_companion_that_stays_down_leaves_no_tokens_behind(
+    chain, client_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each lost batch they stayed, and every later batch read the rows of all of them."""
+    monkeypatch.setattr("medusa_ppo.companion.client.MAX_RESTARTS", 0)
+    task = chain()
+    client = client_of(task)
+    client.submit(task.batch())
+    assert client.drain(60)
+    client.newest(0, 60)
+    os.kill(pid_of(client), signal.SIGKILL)
+    assert until(lambda: not client.status().alive)
+    for _ in range(10):
+        client.submit(task.batch())
+        client.newest(0)
+    assert until(lambda: client.newest(0) is None and not client._flying)
+    assert not client._recent and client.status().batches_dropped == 10
+
+
+def test_tokens_of_many_batches_without_an_answer_are_one_entry(chain, client_of) -> None:
+    """None is forgotten before the companion has counted it."""
+    task = chain()
+    client = client_of(task)
+    client._draft_ids = torch.zeros(0, dtype=torch.int64)
+    batches = [task.batch(2, 3) for _ in range(3 * MOST_RECENT)]
+    for batch in batches:
+        client.submit(batch)
+    assert len(client._recent) <= MOST_RECENT
+    assert len(client._recent[0][1]) <= task.vocab, "each once"
+    wanted = set(client.wanted_rows().draft_ids.tolist())
+    assert wanted >= set(torch.cat([batch.response_ids_M for batch in batches]).tolist())
+    assert client.drain(60)
+    client.newest(0, 60)
+    assert not client._recent
 
 
 def test_killed_companion_raises_when_asked_to(
