@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 180.0
 STATE_BYTES_PER_S = 25e6
 """Assumed speed of a start that goes on from a saved state, in bytes of its file: it is read,
-checked and written again, and a network disk may do 50 MB/s each way.
+checked and written again, and a network disk may do 50 MB/s each way. Also of what only writes it.
 """
 POLL_TIMEOUT_S = 0.5
 MOST_RECENT = 16
@@ -507,9 +507,12 @@ class CompanionClient:
         """Write the companion's whole state into `folder`. False if that failed."""
         if self._usable():
             with self._all_cores(), self._guard("could not save its state"):
+                # Each call waits for the batch in training.
+                before_s = START_TIMEOUT_S + self._hang_s
+                nbytes = ray.get(self._call("state_bytes", CONTROL), timeout=before_s)
                 ray.get(
                     self._call("save", CONTROL, str(Path(folder).resolve())),
-                    timeout=START_TIMEOUT_S,
+                    timeout=before_s + nbytes / STATE_BYTES_PER_S,
                 )
                 return True
         return False

@@ -323,6 +323,11 @@ class CompanionService:
         with self._state_lock:
             return str(self._write_state(Path(folder)))
 
+    def state_bytes(self) -> int:
+        """Bytes of the state that `save` writes, after the batch in training."""
+        with self._state_lock:
+            return sum(tensor.nbytes for tensor in self._cycle.state_dict(copied=False).values())
+
     def close(self) -> None:
         """Stop the training thread after its current batch."""
         self._queue.close()

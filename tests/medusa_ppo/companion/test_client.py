@@ -468,6 +468,24 @@ def test_only_a_state_that_can_not_be_used_is_called_so(
     assert f"within {given[0]:.0f} s" in str(late.expected)
 
 
+def test_a_large_state_has_the_time_that_a_slow_disk_takes(
+    chain, client_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the batch in training. It had 180 s for both."""
+    client = client_of(chain())
+    given: list[float] = []
+
+    def get(asked: object, timeout: float) -> int:
+        given.append(timeout)
+        return 60 * 1024**3  # The first answer: bytes of the state.
+
+    with monkeypatch.context() as patch:
+        patch.setattr("medusa_ppo.companion.client.ray.get", get)
+        assert client.save(tmp_path)
+    before_s = START_TIMEOUT_S + client._hang_s
+    assert given == [before_s, before_s + 60 * 1024**3 / STATE_BYTES_PER_S]
+
+
 @cpu_alone
 def test_a_stuck_companion_is_started_again(
     chain, client_of, monkeypatch: pytest.MonkeyPatch
