@@ -436,7 +436,8 @@ def companion_state(run_dir: Path) -> str:
     there is none.
     """
     folder = saved_folder(run_dir) / COMPANION_FOLDER
-    return str(folder) if folder.is_dir() else ""
+    # The folder is there from the companion's start on, its state from the first time it saves.
+    return str(folder) if (folder / COMPANION_FILE).is_file() else ""
 
 
 def saved_memory(run_dir: Path) -> State | None:
