@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -60,6 +61,10 @@ STATE_BYTES_PER_S = 25e6
 checked and written again, and a network disk may do 50 MB/s each way. Also of what only writes it.
 """
 POLL_TIMEOUT_S = 0.5
+FETCH_WAIT_S = 60.0
+"""How long the loop waits for a version that comes from another node: half as long after each that
+took longer, because the next poll takes what has arrived.
+"""
 MOST_RECENT = 16
 """Batches whose tokens are kept apart until the companion has counted them; those of older ones are
 joined.
@@ -134,6 +139,11 @@ class CompanionClient:
         self._reads_lm_head = heads.lm_head == "shared" or config.loss.startswith("kl")
         self._reads_embedding = embedding_VD is not None
         self._vocab_size = lm_head_VD.shape[0]
+        # At most float32, at the speed of a slow network.
+        values = sum(math.prod(shape) for shape in heads.tensor_shapes().values())
+        self._fetch_s = FETCH_WAIT_S + 4 * values / STATE_BYTES_PER_S
+        self._fetch_wait_s = FETCH_WAIT_S
+        self._fetch: _Fetch | None = None
         self._row_bytes = heads.hidden_size * lm_head_VD.element_size() + ROW_BYTES
         self._step_s = 0.0
         self._last_came = time.monotonic()
@@ -414,7 +424,7 @@ class CompanionClient:
             return None
         if self._poll_precedes:
             return None
-        published = self._local(answer.published)
+        published = self._local(answer.published, answer.incarnation, after_version, timeout_s)
         if published is not None:
             self._newest, self._newest_from = published, answer.incarnation
         return published
@@ -438,6 +448,7 @@ class CompanionClient:
             with self._guard("did not take the engine's heads"):
                 self._telling = self._call("adopt", CONTROL, version, pack(state))
                 self._poll_precedes = True
+                self._fetch = None
 
     def status(self, timeout_s: float = 2.0) -> CompanionStatus:
         """What the companion has done; if it does not answer, the last known status with
@@ -609,25 +620,49 @@ class CompanionClient:
             # A companion that is down never counts it.
             self._recent = deque(other for other in self._recent if other is not recent)
 
-    def _local(self, published: PublishedHeads) -> PublishedHeads | None:
-        """The same version with a file on this node: if the companion runs on another node, its
-        tensors are fetched.
+    def _local(
+        self, published: PublishedHeads, incarnation: str, after_version: int, timeout_s: float
+    ) -> PublishedHeads | None:
+        """The same version with a file on this node. If the companion runs on another node, its
+        tensors are fetched; None: they are still on their way. What is on its way is taken first: a
+        newer version may be published before any arrives.
         """
         if Path(published.path).is_file():
             return published
+        fetch, wait_s = self._fetch, timeout_s
+        begins = (
+            fetch is None
+            or fetch.incarnation != incarnation
+            or fetch.published.version <= after_version
+        )
+        if begins:
+            call = self._call("published_state", CONTROL, published.version)
+            fetch = _Fetch(call, published, incarnation, time.monotonic())
+            wait_s = max(timeout_s, self._fetch_wait_s)
+        assert fetch is not None, "it begins, or has begun"
+        self._fetch = fetch
+        # Ray goes on bringing the tensors here after this wait, too.
+        if not ray.wait([fetch.call], timeout=wait_s)[0]:
+            if begins:
+                self._fetch_wait_s /= 2
+            if time.monotonic() - fetch.since > self._fetch_s:
+                self._fetch = None
+                self._fail(f"The companion's heads did not arrive within {self._fetch_s:.0f} s.")
+            return None
+        self._fetch = None
         with self._guard("could not send its heads"):
-            packed = ray.get(self._call("published_state", CONTROL, published.version), timeout=60)
+            packed = ray.get(fetch.call)
             if packed is None:
                 return None
             state = unpack(packed)
-            path = self._folder.path / f"fetched-{published.version:06d}.safetensors"
+            path = self._folder.path / f"fetched-{fetch.published.version:06d}.safetensors"
             try:
                 save_state(path, state)
             except OSError as error:  # Shared memory is full.
                 self._fail(f"The companion's heads could not be written beside the loop: {error}")
                 return None
             forget_oldest(path, "fetched-*.safetensors")
-            return dataclasses.replace(published, path=str(path), checksum=checksum(state))
+            return dataclasses.replace(fetch.published, path=str(path), checksum=checksum(state))
         return None
 
     @contextlib.contextmanager
@@ -659,6 +694,16 @@ class CompanionClient:
                     " the present heads."
                 ),
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fetch:
+    """The call that brings a version from another node, who published it, and when it began."""
+
+    call: ray.ObjectRef
+    published: PublishedHeads
+    incarnation: str
+    since: float
 
 
 class _HostedService(CompanionService):

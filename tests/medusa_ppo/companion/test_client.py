@@ -23,6 +23,7 @@ from heads.errors import CompanionError, SavedStateError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion import service as service_module
 from medusa_ppo.companion.client import (
+    FETCH_WAIT_S,
     MOST_RECENT,
     START_TIMEOUT_S,
     STATE_BYTES_PER_S,
@@ -587,6 +588,74 @@ def test_a_full_memory_costs_a_version_of_another_node_and_not_the_run(
             assert client.newest(0, 60) is None and "No space left" in client._error
     assert client.newest(0, 60).version == 1, "once there is room"
     monkeypatch.undo()
+
+
+@cpu_alone
+def test_a_version_that_takes_long_from_another_node_is_waited_for_once_and_arrives(
+    chain, client_of, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each poll began anew, and waited for a minute. Meanwhile newer ones may be published."""
+    client = client_of(chain())
+    gate = tmp_path / "gate"
+    versions: dict[int, object] = {
+        1: _once.remote(str(gate), pack({"weight": torch.ones(8)})),
+        2: _once.remote(str(gate), pack({"weight": torch.zeros(8)})),
+    }
+    later = versions.pop(2)
+    fetched = published_elsewhere(client, monkeypatch, versions)
+    waited: list[float] = []
+    wait = ray.wait
+
+    def short(calls: list[object], *, timeout: float, **how: object) -> object:
+        if calls[0] in (versions[1], later):
+            waited.append(timeout)
+            timeout = min(timeout, 0.1)
+        return wait(calls, timeout=timeout, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("medusa_ppo.companion.client.ray.wait", short)
+        assert client.newest(0, 10) is None
+        versions[2] = later
+        assert client.newest(0, 10) is None
+        assert fetched == [1] and waited == [FETCH_WAIT_S, 10] and client._error == ""
+        assert client._fetch_wait_s == FETCH_WAIT_S / 2
+    gate.touch()
+    assert wait([versions[1]], timeout=60)[0]
+    found = client.newest(0, 10)
+    assert found.version == 1 and checksum(load_state(found.path)) == found.checksum
+    assert client.newest(1, 60).version == 2 and fetched == [1, 2]
+    monkeypatch.undo()
+
+
+@cpu_alone
+def test_a_version_that_does_not_arrive_from_another_node_is_asked_for_again(
+    chain, client_of, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After the time that its size takes on a slow network. So is one that the companion replaced
+    with the engine's heads.
+    """
+    client = client_of(chain())
+    pending = _once.remote(str(tmp_path / "gate"), None)
+    fetched = published_elsewhere(client, monkeypatch, {1: pending})
+    monkeypatch.setattr(client, "_fetch_wait_s", 0.0)
+    assert client.newest(0, 0.1) is None and client._error == ""
+    assert client._fetch_s == FETCH_WAIT_S + 3 * 16 * 16 * 4 / STATE_BYTES_PER_S
+    monkeypatch.setattr(client, "_fetch_s", 0.0)
+    assert client.newest(0, 0.1) is None and "did not arrive within" in client._error
+    assert client.newest(0, 0.1) is None and fetched == [1, 1]
+    monkeypatch.setattr(client, "_call", lambda *_: ray.put(None))
+    client.go_on_from(0, {})
+    assert client._fetch is None
+    (tmp_path / "gate").touch()
+    monkeypatch.undo()
+
+
+@ray.remote(num_cpus=0)
+def _once(gate: str, value: object) -> object:
+    """The value, once that file is there."""
+    while not Path(gate).exists():
+        time.sleep(0.05)
+    return value
 
 
 @ray.remote(num_cpus=0)
