@@ -308,7 +308,7 @@ def test_the_rollouts_of_the_last_steps_stay_on_disk(tmp_path: Path, tiny_actor,
 def test_a_checkpoint_without_the_companions_newest_state_says_so(
     tmp_path: Path, tiny_actor, sampling_engine, caplog: pytest.LogCaptureFixture, earlier: bool
 ):
-    """It was written in silence. The actor is not given up for its heads."""
+    """It was written without a word. The actor is not given up for its heads."""
 
     class UnsavedCompanion(RecordingCompanion):
         def save(self, folder: Path) -> bool:
