@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.giving_way import Pace
 from medusa_ppo.companion.positions import ROW_BYTES, EarlySample
-from medusa_ppo.companion.service import STATE_FILE, CompanionService, settle
+from medusa_ppo.companion.service import STATE_FILE, CompanionService, forget_oldest, settle
 from medusa_ppo.companion.team import MAX_RESTARTS, HandedBatch, Leader, actor_options
 from medusa_ppo.companion.wire import (
     HANG_S,
@@ -57,10 +58,20 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 180.0
 STATE_BYTES_PER_S = 25e6
 """Assumed speed of a start that goes on from a saved state, in bytes of its file: it is read,
-checked and written again, and a network disk may do 50 MB/s each way.
+checked and written again, and a network disk may do 50 MB/s each way. Also of what only writes it.
 """
 POLL_TIMEOUT_S = 0.5
+FETCH_WAIT_S = 60.0
+"""How long the loop waits for a version that comes from another node: half as long after each that
+took longer, because the next poll takes what has arrived.
+"""
+MOST_RECENT = 16
+"""Batches whose tokens are kept apart until the companion has counted them; those of older ones are
+joined.
+"""
 INTAKE, CONTROL = "intake", "control"
+Recent = tuple[int, torch.Tensor]
+"""A batch's number and its tokens; if they are joined, the last number and the tokens of all."""
 
 
 class CompanionClient:
@@ -128,6 +139,11 @@ class CompanionClient:
         self._reads_lm_head = heads.lm_head == "shared" or config.loss.startswith("kl")
         self._reads_embedding = embedding_VD is not None
         self._vocab_size = lm_head_VD.shape[0]
+        # At most float32, at the speed of a slow network.
+        values = sum(math.prod(shape) for shape in heads.tensor_shapes().values())
+        self._fetch_s = FETCH_WAIT_S + 4 * values / STATE_BYTES_PER_S
+        self._fetch_wait_s = FETCH_WAIT_S
+        self._fetch: _Fetch | None = None
         self._row_bytes = heads.hidden_size * lm_head_VD.element_size() + ROW_BYTES
         self._step_s = 0.0
         self._last_came = time.monotonic()
@@ -162,9 +178,9 @@ class CompanionClient:
         # start.
         self._live: tuple[torch.Tensor, torch.Tensor | None] | None = None
         # The tokens that drafts come from after the batch of this number (None: any), and the
-        # tokens of later batches, which may become draft tokens.
+        # tokens of later batches that may have arrived, which may become draft tokens.
         self._draft_ids: torch.Tensor | None = None
-        self._recent: deque[tuple[int, torch.Tensor]] = deque()
+        self._recent: deque[Recent] = deque()
         self._rows: tuple[int, ray.ObjectRef, int] | None = None
         self.table_bytes = 0
         self._actor = _remote_actor(config, self._first, self._group)
@@ -173,7 +189,7 @@ class CompanionClient:
         if not hears_loop:
             # It is on another node, and takes nothing from this one.
             self.shared = self.takes_turns = False
-        self._flying: deque[tuple[ray.ObjectRef, int]] = deque()
+        self._flying: deque[tuple[ray.ObjectRef, int, Recent]] = deque()
         self._poll: ray.ObjectRef | None = None
         self._newest: PublishedHeads | None = None
         self._newest_from = ""  # The incarnation that published them.
@@ -301,14 +317,13 @@ class CompanionClient:
             self._step_s = time.monotonic() - self._last_came
             self._last_came = time.monotonic()
             if (
-                sum(nbytes for _, nbytes in self._flying) + self._held + batch.nbytes
+                sum(nbytes for _, nbytes, _ in self._flying) + self._held + batch.nbytes
                 <= self._config.queue_bytes
             ):
                 self._sent += 1
                 with self._guard("could not take a batch"):
-                    self._flying.append(
-                        (self._call("submit", INTAKE, *self._handed(batch, rows)), batch.nbytes)
-                    )
+                    call = self._call("submit", INTAKE, *self._handed(batch, rows))
+                    self._flying.append((call, batch.nbytes, self._recent[-1]))
                     return
         self._rows = None
         self._lost += 1
@@ -328,13 +343,22 @@ class CompanionClient:
                 rows = batch.policy_version, *self._put_rows(ids)
             _, tables, nbytes = rows
             self.table_bytes += nbytes
-        self._recent.append((self._sent, ids))
+        self._remember(ids)
         packed = ray.put(pack(batch))
         if self._config.workers == 1:
             return packed, tables, self._sent
         assert tables is not None, "several workers are given the first tables, too"
         handed = HandedBatch([packed], [tables], batch.nbytes, batch.policy_version, self._sent)
         return (handed,)
+
+    def _remember(self, ids: torch.Tensor) -> None:
+        """Remember the tokens of the batch that is handed over. Without answers of the companion
+        there may be many, each with most of the vocabulary.
+        """
+        self._recent.append((self._sent, ids))
+        if len(self._recent) > MOST_RECENT:
+            (_, oldest), (number, older) = self._recent.popleft(), self._recent.popleft()
+            self._recent.appendleft((number, torch.cat([oldest, older]).unique()))
 
     def _put_rows(self, ids: torch.Tensor) -> tuple[ray.ObjectRef, int]:
         """Rows of the tables for a batch with these tokens, packed, and their bytes."""
@@ -400,7 +424,7 @@ class CompanionClient:
             return None
         if self._poll_precedes:
             return None
-        published = self._local(answer.published)
+        published = self._local(answer.published, answer.incarnation, after_version, timeout_s)
         if published is not None:
             self._newest, self._newest_from = published, answer.incarnation
         return published
@@ -424,6 +448,7 @@ class CompanionClient:
             with self._guard("did not take the engine's heads"):
                 self._telling = self._call("adopt", CONTROL, version, pack(state))
                 self._poll_precedes = True
+                self._fetch = None
 
     def status(self, timeout_s: float = 2.0) -> CompanionStatus:
         """What the companion has done; if it does not answer, the last known status with
@@ -480,7 +505,7 @@ class CompanionClient:
         if not self._usable():
             return False
         ends = time.monotonic() + timeout_s
-        refs = [ref for ref, _ in self._flying]
+        refs = [ref for ref, *_ in self._flying]
         if refs:
             ray.wait(refs, num_returns=len(refs), timeout=timeout_s, fetch_local=False)
         self._reap()
@@ -493,9 +518,12 @@ class CompanionClient:
         """Write the companion's whole state into `folder`. False if that failed."""
         if self._usable():
             with self._all_cores(), self._guard("could not save its state"):
+                # Each call waits for the batch in training.
+                before_s = START_TIMEOUT_S + self._hang_s
+                nbytes = ray.get(self._call("state_bytes", CONTROL), timeout=before_s)
                 ray.get(
                     self._call("save", CONTROL, str(Path(folder).resolve())),
-                    timeout=START_TIMEOUT_S,
+                    timeout=before_s + nbytes / STATE_BYTES_PER_S,
                 )
                 return True
         return False
@@ -578,29 +606,63 @@ class CompanionClient:
         """Forget the batches that arrived; count those that were lost."""
         if not self._flying:
             return
-        refs = [ref for ref, _ in self._flying]
+        refs = [ref for ref, *_ in self._flying]
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)
-        self._flying = deque(entry for entry in self._flying if entry[0] not in ready)
-        for ref in ready:
+        flying = self._flying
+        self._flying = deque(entry for entry in flying if entry[0] not in ready)
+        for ref, _, recent in flying:
+            if ref not in ready:
+                continue
             with self._guard("lost a batch"):
                 self._held = ray.get(ref)
                 continue
             self._lost += 1
+            # A companion that is down never counts it.
+            self._recent = deque(other for other in self._recent if other is not recent)
 
-    def _local(self, published: PublishedHeads) -> PublishedHeads | None:
-        """The same version with a file on this node: if the companion runs on another node, its
-        tensors are fetched.
+    def _local(
+        self, published: PublishedHeads, incarnation: str, after_version: int, timeout_s: float
+    ) -> PublishedHeads | None:
+        """The same version with a file on this node. If the companion runs on another node, its
+        tensors are fetched; None: they are still on their way. What is on its way is taken first: a
+        newer version may be published before any arrives.
         """
         if Path(published.path).is_file():
             return published
+        fetch, wait_s = self._fetch, timeout_s
+        begins = (
+            fetch is None
+            or fetch.incarnation != incarnation
+            or fetch.published.version <= after_version
+        )
+        if begins:
+            call = self._call("published_state", CONTROL, published.version)
+            fetch = _Fetch(call, published, incarnation, time.monotonic())
+            wait_s = max(timeout_s, self._fetch_wait_s)
+        assert fetch is not None, "it begins, or has begun"
+        self._fetch = fetch
+        # Ray goes on bringing the tensors here after this wait, too.
+        if not ray.wait([fetch.call], timeout=wait_s)[0]:
+            if begins:
+                self._fetch_wait_s /= 2
+            if time.monotonic() - fetch.since > self._fetch_s:
+                self._fetch = None
+                self._fail(f"The companion's heads did not arrive within {self._fetch_s:.0f} s.")
+            return None
+        self._fetch = None
         with self._guard("could not send its heads"):
-            packed = ray.get(self._call("published_state", CONTROL, published.version), timeout=60)
+            packed = ray.get(fetch.call)
             if packed is None:
                 return None
             state = unpack(packed)
-            path = self._folder.path / f"fetched-{published.version:06d}.safetensors"
-            save_state(path, state)
-            return dataclasses.replace(published, path=str(path), checksum=checksum(state))
+            path = self._folder.path / f"fetched-{fetch.published.version:06d}.safetensors"
+            try:
+                save_state(path, state)
+            except OSError as error:  # Shared memory is full.
+                self._fail(f"The companion's heads could not be written beside the loop: {error}")
+                return None
+            forget_oldest(path, "fetched-*.safetensors")
+            return dataclasses.replace(fetch.published, path=str(path), checksum=checksum(state))
         return None
 
     @contextlib.contextmanager
@@ -632,6 +694,16 @@ class CompanionClient:
                     " the present heads."
                 ),
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fetch:
+    """The call that brings a version from another node, who published it, and when it began."""
+
+    call: ray.ObjectRef
+    published: PublishedHeads
+    incarnation: str
+    since: float
 
 
 class _HostedService(CompanionService):

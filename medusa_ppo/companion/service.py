@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from heads.checkpoint import checksum, load_state, save_heads, save_state
-from heads.errors import CheckpointError, FeedError
+from heads.errors import CheckpointError, CompanionError, FeedError
 from heads.tensorfile import crc
 from medusa_ppo.companion.batch_queue import BatchQueue
 from medusa_ppo.companion.cycle import Cycle, CycleReport
@@ -322,6 +322,11 @@ class CompanionService:
         """
         with self._state_lock:
             return str(self._write_state(Path(folder)))
+
+    def state_bytes(self) -> int:
+        """Bytes of the state that `save` writes, after the batch in training."""
+        with self._state_lock:
+            return sum(tensor.nbytes for tensor in self._cycle.state_dict(copied=False).values())
 
     def close(self) -> None:
         """Stop the training thread after its current batch."""
@@ -644,11 +649,19 @@ class CompanionService:
 
         Raises:
             CheckpointError: a resumed run would begin with different heads than it ended with.
+            CompanionError: the file could not be read now; nothing says that it is damaged.
         """
         try:
             self._take_over(load_state(file))
         except CheckpointError as error:
             if not again:
+                if _may_pass(error.__cause__):
+                    raise CompanionError(
+                        "The companion's saved state could not be read.",
+                        given=f"{file}: {error.__cause__}",
+                        expected="a disk that answers, and memory for the state",
+                        do="Try again once there is; the state is left as it is.",
+                    ) from error
                 raise
             self._found = (
                 "The companion's saved state is damaged; it continues from the last published "
@@ -745,6 +758,15 @@ def _ends_process(error: Exception) -> bool:
     return isinstance(error, torch.AcceleratorError) and not isinstance(
         error, torch.OutOfMemoryError
     )
+
+
+def _may_pass(cause: BaseException | None) -> bool:
+    """Whether what kept a file from being read says nothing about the file: an error of the disk,
+    or too little memory, for which torch has no error of its own.
+    """
+    if isinstance(cause, RuntimeError):
+        return "allocate memory" in str(cause)
+    return isinstance(cause, OSError | MemoryError) and not isinstance(cause, FileNotFoundError)
 
 
 def forget_oldest(newest: Path, pattern: str) -> None:

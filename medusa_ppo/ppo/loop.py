@@ -35,12 +35,16 @@ from medusa_ppo.ppo.placement import ACTOR, REWARD
 from medusa_ppo.ppo.rewards import earned_by_steps, token_texts
 from medusa_ppo.ppo.rollout_maker import RolloutMaker
 from medusa_ppo.ppo.run_progress import PeakMemory, ProgressSink
-from medusa_ppo.ppo.run_state import RunPosition, keep_best, try_save
+from medusa_ppo.ppo.run_state import (
+    RunPosition,
+    keep_best,
+    save_companion,  # medusa
+    try_save,
+)
 from medusa_ppo.ppo.run_warm_up import warm_up  # medusa
 from medusa_ppo.ppo.scores import Scores
 from medusa_ppo.ppo.session import Parts, RunSession
 from medusa_ppo.reports.findings import LOGPROB_GAP_NATS
-from medusa_ppo.reports.run_files import COMPANION_FOLDER
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime.hardware import settled
 
@@ -138,8 +142,7 @@ class PPOLoop:
             self.progress.step_finished(values)
             if config.ppo.checkpoint_every and (step + 1) % config.ppo.checkpoint_every == 0:
                 with self.progress.phase(phases.SAVE, step), self._reading_roles():
-                    if config.companion.wait:  # medusa
-                        self.plugin.save(config.run_dir / COMPANION_FOLDER)  # medusa
+                    save_companion(config, self.plugin, step + 1)  # medusa
                     try_save(config.run_dir, self.learner, self.position, config, self.remembered())
 
     def step(self, step: int) -> Metrics:

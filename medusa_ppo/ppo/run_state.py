@@ -34,6 +34,7 @@ import operator
 import os
 import shutil
 import tempfile
+import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,10 +47,12 @@ from transformers import PreTrainedTokenizerBase
 from heads.checkpoint import load_state, remove_directory, save_state, write_json
 from heads.errors import CheckpointError, ConfigError, MedusaError
 from medusa_ppo import __version__
+from medusa_ppo.companion.service import STATE_FILE as COMPANION_FILE
 from medusa_ppo.config.config_file import merged
 from medusa_ppo.config.run_config import RunConfig, known_keys
 from medusa_ppo.config.section import unknown
 from medusa_ppo.contract import metrics as names
+from medusa_ppo.plugin import AnyPlugin, NoPlugin
 from medusa_ppo.plugin.warm_up import FOLDER as WARM_UP_FOLDER
 from medusa_ppo.ppo.learner import PPOLearner
 from medusa_ppo.ppo.long_tail import Carried, read_carried, save_carried
@@ -116,6 +119,30 @@ class RunPosition:
     policy_version: int = 0
     wall_s: float = 0.0
     carried: tuple[Carried, ...] = ()
+
+
+def save_companion(config: RunConfig, plugin: AnyPlugin, step: int) -> None:
+    """If the loop waits for the companion, write its state to where `save_checkpoint` takes it
+    from. The checkpoint of this step is written even if that fails: the actor is worth more than
+    its heads, and a companion that is down would keep all later checkpoints from being written.
+    """
+    folder = config.run_dir / COMPANION_FOLDER
+    if not config.companion.wait or plugin.save(folder):
+        return
+    if isinstance(plugin, NoPlugin) or not config.companion.enabled:
+        return
+    found, then = "none", "begins with new heads"
+    with contextlib.suppress(FileNotFoundError):
+        written = time.localtime((folder / COMPANION_FILE).stat().st_mtime)
+        found = f"the state of {time.strftime('%Y-%m-%d %H:%M:%S', written)}"
+        then = "goes on with older heads, and does not repeat to the bit"
+    logger.warning(
+        "The companion's state could not be saved for the checkpoint of step %d, which holds %s: a"
+        " run that is resumed from there %s.",
+        step,
+        found,
+        then,
+    )
 
 
 def save_checkpoint(
@@ -409,7 +436,8 @@ def companion_state(run_dir: Path) -> str:
     there is none.
     """
     folder = saved_folder(run_dir) / COMPANION_FOLDER
-    return str(folder) if folder.is_dir() else ""
+    # The folder is there from the companion's start on, its state from the first time it saves.
+    return str(folder) if (folder / COMPANION_FILE).is_file() else ""
 
 
 def saved_memory(run_dir: Path) -> State | None:

@@ -387,8 +387,7 @@ class RunSession:
         config = self._config
         if not config.ppo.checkpoint_every:
             return
-        if config.companion.wait:
-            parts.plugin.save(config.run_dir / COMPANION_FOLDER)
+        run_state.save_companion(config, parts.plugin, position.next_step)
         run_state.save_checkpoint(
             config.run_dir, parts.learner, position, config, parts.remembered()
         )

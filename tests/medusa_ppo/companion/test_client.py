@@ -22,9 +22,15 @@ from heads.checkpoint import checksum, load_state
 from heads.errors import CompanionError, SavedStateError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion import service as service_module
-from medusa_ppo.companion.client import START_TIMEOUT_S, STATE_BYTES_PER_S, CompanionClient
+from medusa_ppo.companion.client import (
+    FETCH_WAIT_S,
+    MOST_RECENT,
+    START_TIMEOUT_S,
+    STATE_BYTES_PER_S,
+    CompanionClient,
+)
 from medusa_ppo.companion.cycle import Cycle
-from medusa_ppo.companion.service import STATE_FILE, CompanionService
+from medusa_ppo.companion.service import KEPT_VERSIONS, STATE_FILE, CompanionService
 from medusa_ppo.companion.wire import Answer, ServiceArguments, pack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -200,6 +206,42 @@ def test_killed_companion_never_raises_and_shows_in_the_status(
     assert not status.alive and status.error and status.batches_trained == 1
     assert until(lambda: client.newest(0) is None and client.status().batches_dropped == 3)
     assert not client.drain(1) and not client.save("/nowhere")
+
+
+def test_a_companion_that_stays_down_leaves_no_tokens_behind(
+    chain, client_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each lost batch they stayed, and every later batch read the rows of all of them."""
+    monkeypatch.setattr("medusa_ppo.companion.client.MAX_RESTARTS", 0)
+    task = chain()
+    client = client_of(task)
+    client.submit(task.batch())
+    assert client.drain(60)
+    client.newest(0, 60)
+    os.kill(pid_of(client), signal.SIGKILL)
+    assert until(lambda: not client.status().alive)
+    for _ in range(10):
+        client.submit(task.batch())
+        client.newest(0)
+    assert until(lambda: client.newest(0) is None and not client._flying)
+    assert not client._recent and client.status().batches_dropped == 10
+
+
+def test_tokens_of_many_batches_without_an_answer_are_one_entry(chain, client_of) -> None:
+    """None is forgotten before the companion has counted it."""
+    task = chain()
+    client = client_of(task)
+    client._draft_ids = torch.zeros(0, dtype=torch.int64)
+    batches = [task.batch(2, 3) for _ in range(3 * MOST_RECENT)]
+    for batch in batches:
+        client.submit(batch)
+    assert len(client._recent) <= MOST_RECENT
+    assert len(client._recent[0][1]) <= task.vocab, "each once"
+    wanted = set(client.wanted_rows().draft_ids.tolist())
+    assert wanted >= set(torch.cat([batch.response_ids_M for batch in batches]).tolist())
+    assert client.drain(60)
+    client.newest(0, 60)
+    assert not client._recent
 
 
 def test_killed_companion_raises_when_asked_to(
@@ -391,8 +433,8 @@ def test_a_companion_that_can_not_start_says_so(chain) -> None:
 def test_only_a_state_that_can_not_be_used_is_called_so(
     chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever resumes may begin anew after that, but not after a start that was too slow: a large
-    state is given the time that a slow disk takes for it.
+    """Whoever resumes may begin anew after that, but not after an error of the disk, nor after a
+    start that was too slow: a large state is given the time that a slow disk takes for it.
     """
     task = chain()
     heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
@@ -406,6 +448,12 @@ def test_only_a_state_that_can_not_be_used_is_called_so(
     file.write_bytes(b"damaged")
     damaged = resume()
     assert isinstance(damaged, SavedStateError) and str(file) in str(damaged.given)
+    file.unlink()
+    file.symlink_to(file)  # No process can open it.
+    unread = resume()
+    assert not isinstance(unread, SavedStateError) and str(file) in str(unread.given)
+    assert "could not be read" in str(unread.given)
+    file.unlink()
     with file.open("wb") as made:
         made.truncate(10 * 1024**3)
     given: list[float] = []
@@ -419,6 +467,24 @@ def test_only_a_state_that_can_not_be_used_is_called_so(
     assert not isinstance(late, SavedStateError) and "no answer in time" in str(late.given)
     assert given == [START_TIMEOUT_S + 10 * 1024**3 / STATE_BYTES_PER_S]
     assert f"within {given[0]:.0f} s" in str(late.expected)
+
+
+def test_a_large_state_has_the_time_that_a_slow_disk_takes(
+    chain, client_of, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the batch in training. It had 180 s for both."""
+    client = client_of(chain())
+    given: list[float] = []
+
+    def get(asked: object, timeout: float) -> int:
+        given.append(timeout)
+        return 60 * 1024**3  # The first answer: bytes of the state.
+
+    with monkeypatch.context() as patch:
+        patch.setattr("medusa_ppo.companion.client.ray.get", get)
+        assert client.save(tmp_path)
+    before_s = START_TIMEOUT_S + client._hang_s
+    assert given == [before_s, before_s + 60 * 1024**3 / STATE_BYTES_PER_S]
 
 
 @cpu_alone
@@ -462,6 +528,134 @@ def test_a_version_from_before_the_companion_was_told_is_not_offered(
     client._telling = ray.put(None)
     assert client.newest(3, 60) == published
     monkeypatch.undo()
+
+
+def published_elsewhere(
+    client: CompanionClient, monkeypatch: pytest.MonkeyPatch, versions: dict[int, object]
+) -> list[int]:
+    """Let a client's companion be on another node: the file of its last version, by number, is not
+    on this one. Returns the versions that are fetched. What is mocked: the calls to its process.
+    """
+    fetched: list[int] = []
+
+    def call(method: str, group: str, *arguments: int) -> object:
+        if method == "newest":
+            last = max(versions)
+            there = PublishedHeads(last, f"/elsewhere/heads-{last}", "sum", 0, 2.0)
+            return ray.put(Answer(there, "", "x", version=last))
+        assert method == "published_state"
+        fetched.append(arguments[0])
+        return versions[arguments[0]]
+
+    monkeypatch.setattr(client, "_call", call)
+    return fetched
+
+
+@cpu_alone
+def test_versions_of_another_node_do_not_fill_this_ones_memory(
+    chain, client_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = client_of(chain())
+    versions: dict[int, object] = {}
+    published_elsewhere(client, monkeypatch, versions)
+    found = []
+    for version in range(1, 7):
+        versions[version] = ray.put(pack({"weight": torch.full((8,), float(version))}))
+        found.append(client.newest(version - 1, 60))
+    there = sorted(str(path) for path in client._folder.path.glob("fetched-*"))
+    assert there == [heads.path for heads in found[-KEPT_VERSIONS:]], "an engine may go back to one"
+    assert checksum(load_state(found[-1].path)) == found[-1].checksum
+    monkeypatch.undo()
+
+
+@cpu_alone
+@pytest.mark.parametrize("on_error", ["disable", "raise"])
+def test_a_full_memory_costs_a_version_of_another_node_and_not_the_run(
+    chain, client_of, monkeypatch: pytest.MonkeyPatch, on_error: str
+) -> None:
+    client = client_of(chain(), on_error=on_error)
+    published_elsewhere(client, monkeypatch, {1: ray.put(pack({"weight": torch.zeros(8)}))})
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("medusa_ppo.companion.client.save_state", full)
+        if on_error == "raise":
+            with pytest.raises(CompanionError, match="No space left"):
+                client.newest(0, 60)
+        else:
+            assert client.newest(0, 60) is None and "No space left" in client._error
+    assert client.newest(0, 60).version == 1, "once there is room"
+    monkeypatch.undo()
+
+
+@cpu_alone
+def test_a_version_that_takes_long_from_another_node_is_waited_for_once_and_arrives(
+    chain, client_of, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Each poll began anew, and waited for a minute. Meanwhile newer ones may be published."""
+    client = client_of(chain())
+    gate = tmp_path / "gate"
+    versions: dict[int, object] = {
+        1: _once.remote(str(gate), pack({"weight": torch.ones(8)})),
+        2: _once.remote(str(gate), pack({"weight": torch.zeros(8)})),
+    }
+    later = versions.pop(2)
+    fetched = published_elsewhere(client, monkeypatch, versions)
+    waited: list[float] = []
+    wait = ray.wait
+
+    def short(calls: list[object], *, timeout: float, **how: object) -> object:
+        if calls[0] in (versions[1], later):
+            waited.append(timeout)
+            timeout = min(timeout, 0.1)
+        return wait(calls, timeout=timeout, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("medusa_ppo.companion.client.ray.wait", short)
+        assert client.newest(0, 10) is None
+        versions[2] = later
+        assert client.newest(0, 10) is None
+        assert fetched == [1] and waited == [FETCH_WAIT_S, 10] and client._error == ""
+        assert client._fetch_wait_s == FETCH_WAIT_S / 2
+    gate.touch()
+    assert wait([versions[1]], timeout=60)[0]
+    found = client.newest(0, 10)
+    assert found.version == 1 and checksum(load_state(found.path)) == found.checksum
+    assert client.newest(1, 60).version == 2 and fetched == [1, 2]
+    monkeypatch.undo()
+
+
+@cpu_alone
+def test_a_version_that_does_not_arrive_from_another_node_is_asked_for_again(
+    chain, client_of, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """After the time that its size takes on a slow network. So is one that the companion replaced
+    with the engine's heads.
+    """
+    client = client_of(chain())
+    pending = _once.remote(str(tmp_path / "gate"), None)
+    fetched = published_elsewhere(client, monkeypatch, {1: pending})
+    monkeypatch.setattr(client, "_fetch_wait_s", 0.0)
+    assert client.newest(0, 0.1) is None and client._error == ""
+    assert client._fetch_s == FETCH_WAIT_S + 3 * 16 * 16 * 4 / STATE_BYTES_PER_S
+    monkeypatch.setattr(client, "_fetch_s", 0.0)
+    assert client.newest(0, 0.1) is None and "did not arrive within" in client._error
+    assert client.newest(0, 0.1) is None and fetched == [1, 1]
+    monkeypatch.setattr(client, "_call", lambda *_: ray.put(None))
+    client.go_on_from(0, {})
+    assert client._fetch is None
+    (tmp_path / "gate").touch()
+    monkeypatch.undo()
+
+
+@ray.remote(num_cpus=0)
+def _once(gate: str, value: object) -> object:
+    """The value, once that file is there."""
+    while not Path(gate).exists():
+        time.sleep(0.05)
+    return value
 
 
 @ray.remote(num_cpus=0)

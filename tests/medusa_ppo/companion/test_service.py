@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
 import itertools
 import math
 import os
@@ -18,9 +19,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
-from heads.checkpoint import checksum, load_heads, load_state
-from heads.errors import CheckpointError
+from heads.checkpoint import checksum, load_heads, load_state, save_state
+from heads.errors import CheckpointError, CompanionError, MedusaError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion import service as service_module
@@ -299,7 +301,8 @@ def test_saved_and_resumed_is_the_same_to_the_bit(chain, tmp_path: Path) -> None
     run_batches(straight, batches)
     first = CompanionService(arguments_for(task, tmp_path, "first"), tables_of(task))
     run_batches(first, batches[:3])
-    first.save(str(tmp_path / "saved"))
+    size = Path(first.save(str(tmp_path / "saved"))).stat().st_size
+    assert 0 <= size - first.state_bytes() < 0.1 * size, "all but the header"
     first.close()
     second = CompanionService(
         arguments_for(task, tmp_path, "second", resume_from=str(tmp_path / "saved")),
@@ -318,6 +321,38 @@ def test_saved_and_resumed_is_the_same_to_the_bit(chain, tmp_path: Path) -> None
     assert second.status().batches_received == 8
     straight.close()
     second.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (OSError(errno.ESTALE, "Stale file handle"), True),
+        (OSError(errno.EIO, "Input/output error"), True),
+        (MemoryError("Cannot allocate memory (os error 12)"), True),
+        (RuntimeError("unable to mmap 8 bytes from file <x>: Cannot allocate memory (12)"), True),
+        (RuntimeError("Storage size calculation overflowed"), False),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), False),
+        (SafetensorError("incomplete metadata"), False),
+    ],
+)
+def test_a_state_that_could_not_be_read_is_not_called_unusable(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, passes: bool
+) -> None:
+    """The next try may read it. Whoever resumes gives a state up that is damaged or missing."""
+    task = chain()
+    state = tmp_path / "saved" / STATE_FILE
+    save_state(state, {"x": torch.zeros(2)})
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("heads.tensorfile.safe_open", fail)
+    with pytest.raises(MedusaError) as caught:
+        CompanionService(
+            arguments_for(task, tmp_path, resume_from=str(state.parent)), tables_of(task)
+        )
+    assert type(caught.value) is (CompanionError if passes else CheckpointError)
+    assert str(state) in str(caught.value.given) and str(error) in str(caught.value.given)
 
 
 def test_a_second_start_with_the_same_arguments_goes_on(chain, tmp_path: Path) -> None:

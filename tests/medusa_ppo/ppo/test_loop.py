@@ -7,6 +7,8 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
+import time
 import types
 from pathlib import Path
 from typing import ClassVar
@@ -27,7 +29,7 @@ from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.rewards import CallableReward
 from medusa_ppo.ppo.run_progress import ProgressSink
-from medusa_ppo.ppo.run_state import read_position, saved_folder
+from medusa_ppo.ppo.run_state import read_position, save_companion, saved_folder
 from medusa_ppo.ppo.session import Parts
 from medusa_ppo.reports.store import RunWriter, read_run
 from tests.medusa_ppo.conftest import RecordingCompanion
@@ -300,6 +302,41 @@ def test_the_rollouts_of_the_last_steps_stay_on_disk(tmp_path: Path, tiny_actor,
     assert len(list((earlier / "rollouts").iterdir())) == 2, (
         "an earlier run's rollouts are not mixed with this one's"
     )
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_checkpoint_without_the_companions_newest_state_says_so(
+    tmp_path: Path, tiny_actor, sampling_engine, caplog: pytest.LogCaptureFixture, earlier: bool
+):
+    """It was written without a word. The actor is not given up for its heads."""
+
+    class UnsavedCompanion(RecordingCompanion):
+        def save(self, folder: Path) -> bool:
+            return False
+
+    config = settings(tmp_path, steps=1, checkpoint_every=1)
+    waiting = config.companion.model_copy(update={"wait": True})
+    config = config.model_copy(update={"companion": waiting})
+    LoopScene(config, tiny_actor(), sampling_engine).run()
+    assert not caplog.records, "no companion, no state"
+    scene = LoopScene(
+        config,
+        tiny_actor(),
+        sampling_engine,
+        lambda engine: MedusaPlugin(engine, UnsavedCompanion()),
+    )
+    state = config.run_dir / "companion" / "companion.safetensors"
+    if earlier:
+        state.parent.mkdir()
+        state.write_bytes(b"")
+        os.utime(state, (0, time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))))
+    save_companion(config, scene.plugin, 7)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "step 7" in told
+    assert ("of 2026-01-02 03:04:05" if earlier else "holds none") in told
+    scene.run()
+    assert "could not be saved for the checkpoint of step 1" in caplog.text
+    assert (config.run_dir / "checkpoint" / "state.json").is_file()
 
 
 def test_metrics_lines_are_plain_json(tmp_path: Path, tiny_actor, sampling_engine):

@@ -179,7 +179,9 @@ def test_the_companions_state_goes_along(tiny_actor, config: RunConfig):
     save_checkpoint(config.run_dir, one, RunPosition(1, 1, 0.0), config)
     assert companion_state(config.run_dir) == ""
     state = config.run_dir / "companion" / "companion.safetensors"
-    state.parent.mkdir()
+    state.parent.mkdir()  # As at the companion's start.
+    save_checkpoint(config.run_dir, one, RunPosition(1, 1, 0.0), config)
+    assert companion_state(config.run_dir) == "", "it has saved nothing yet"
     state.write_bytes(b"first")
     save_checkpoint(config.run_dir, one, RunPosition(2, 2, 0.0), config)
     (new := state.with_name("new")).write_bytes(b"second")
