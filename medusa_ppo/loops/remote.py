@@ -37,7 +37,7 @@ from medusa_ppo.engines.launch import HOST, SERVER_MODULE, engine_flags, plan_la
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.loops.attachment import OURS, Attachment, start_or_resume
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table
-from medusa_ppo.reports.store import RunWriter
+from medusa_ppo.reports.store import RunWriter, refuse_second_writer
 from medusa_ppo.runtime.control_guard import GUARD, TOKEN
 from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.processes import on_one_node
@@ -137,8 +137,11 @@ class RemoteAttachment(Attachment):
         Raises:
             UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError: as
             `plan_launch`.
+            RunError: another process writes into the folder.
         """
         super().__init__(config)
+        # Before heads are written there: the other one's engines start with those.
+        refuse_second_writer(folder)
         self.folder = folder
         # Tables are read from files: the actor is in other processes, which start only after the
         # engines.
@@ -188,6 +191,8 @@ class RemoteAttachment(Attachment):
         self._policy_version = version
         assert self.engine is not None, "attach() comes first"
         engine, folder = self.engine, self.folder
+        # Once more, because engines have started since.
+        refuse_second_writer(folder)
         self.plugin = start_or_resume(
             lambda state: MedusaPlugin.start_from_tables(
                 self.config, self._heads, self._tables, engine, folder, resume_from=state

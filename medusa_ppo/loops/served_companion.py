@@ -5,6 +5,7 @@ serve`), or as a named actor in the loop's Ray.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -33,7 +34,7 @@ from medusa_ppo.feeds.feed_manifest import FeedActor
 from medusa_ppo.feeds.http_feed import absolute, require_feed
 from medusa_ppo.loops.remote import read_tables
 from medusa_ppo.plugin.medusa_plugin import heads_for_table
-from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.runtime.files import OwnedFolder, only_one_in
 from medusa_ppo.runtime.hardware import companion_gpus, find_hardware
 from medusa_ppo.runtime.named_actors import NAMESPACE, join_ray
 
@@ -84,16 +85,14 @@ def _arguments(
     gpus = section.num_gpus
     if gpus is None:
         gpus = companion_gpus(find_hardware().gpus, 1)
-    saved = out is not None and (out / SAVED / STATE_FILE).is_file()
     arguments = ServiceArguments(
         initial.config,
         section.model_copy(update={"feed": address, "num_gpus": gpus}),
         config.seed,
         pack(initial.trainable_state()),
         str(out.resolve()) if out is not None else "",
-        # The number of threads of the process that trains; see `_desk`.
+        # `_Desk` knows where it publishes to, and what it goes on from.
         "",
-        str((out / SAVED).resolve()) if out is not None and saved else "",
         draft_temperature=config.engine.draft_temperature,
         num_drafts=config.engine.most_drafts,
         draft_vocab=draft_vocabulary(config.engine, initial.config),
@@ -102,16 +101,31 @@ def _arguments(
 
 
 class _Desk:
-    """A desk together with the folder of its published versions; they are closed together."""
+    """A desk together with its folders, into which no other companion writes meanwhile; they are
+    closed together.
+
+    Raises:
+        RunError: another companion keeps its state there.
+    """
 
     def __init__(self, arguments: ServiceArguments, tables: Tables) -> None:
         settle(arguments.companion)
-        self._published = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
-        self.desk = CompanionDesk(replace(arguments, publish_dir=str(self._published.path)), tables)
+        with contextlib.ExitStack() as stack:
+            if arguments.run_dir:
+                out = Path(arguments.run_dir)
+                # Before the state is looked for, which another one may still write.
+                stack.enter_context(only_one_in(out, "companion", "--out"))
+                if (out / SAVED / STATE_FILE).is_file():
+                    arguments = replace(arguments, resume_from=str(out / SAVED))
+            published = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
+            stack.callback(published.close)
+            arguments = replace(arguments, publish_dir=str(published.path))
+            self.desk = CompanionDesk(arguments, tables)
+            stack.callback(self.desk.close)
+            self._stack = stack.pop_all()
 
     def close(self) -> None:
-        self.desk.close()
-        self._published.close()
+        self._stack.close()
 
 
 def serve_companion(
@@ -139,6 +153,7 @@ def serve_companion(
     Raises:
         ConfigError: no token, no feed, several workers.
         FeedError, ModelError, CheckpointError: what can't be read.
+        RunError: another companion keeps its state in `out`.
     """
     require_companion_token(host)
     arguments, tables = _arguments(config, model, heads, out)

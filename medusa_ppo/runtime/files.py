@@ -4,6 +4,7 @@ removed with the process that made them.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -11,8 +12,16 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+
+from heads.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+LOCK_FILE = ".lock"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems that have no locks, as some shared ones of clusters."""
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -58,13 +67,44 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
+@contextmanager
+def only_one_in(folder: Path, what: str, named: str) -> Iterator[None]:
+    """Hold a folder, which is created: two programs would write the same files, and each remove
+    what the other has half written.
+
+    Args:
+        what: what writes there, for the error.
+        named: how the user named the folder.
+
+    Raises:
+        RunError: another one holds it.
+        OSError: nothing can be written there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder / LOCK_FILE, wait=False))
+        except BlockingIOError:
+            raise RunError(
+                f"Another {what} writes into the output folder.",
+                given=folder,
+                expected=f"one {what} per folder",
+                do=f"Wait for it, stop it, or choose another {named}.",
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            logger.warning(
+                "%s can't be locked (%s): start no second %s there.", folder, error.strerror, what
+            )
+        yield
+
+
 def cache_folder(name: str) -> Path:
     """This user's `<cache>/medusa-ppo/NAME`; it is created only when something is written."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "medusa-ppo" / name
 
-
-logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIXES = ("medusa-ppo-", "mppo-")

@@ -21,10 +21,18 @@ import torch
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from heads.errors import CompanionError, ConfigError, DataError, ModelError
+from heads.errors import (
+    CheckpointError,
+    CompanionError,
+    ConfigError,
+    DataError,
+    ModelError,
+    RunError,
+)
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.cli.app import app
 from medusa_ppo.companion.companion_link import COMPANION_TOKEN
+from medusa_ppo.companion.service import STATE_FILE
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.engines.http_server import free_port
 from medusa_ppo.feeds.folder_feed import FolderFeed
@@ -450,6 +458,32 @@ def test_the_command_says_what_it_lacks(
         result = CliRunner().invoke(app, [*words, *more])
         assert result.exit_code == 2 and missing in result.output, result.output
         monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
+
+
+def test_a_second_companion_in_the_same_folder_is_refused(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on from the first one's state, and wrote it again when it ended."""
+    monkeypatch.setattr(served_companion, "settle", lambda config: None)  # This very process.
+    out = tmp_path / "out"
+    state = out / "companion" / STATE_FILE
+
+    def made() -> Any:
+        given = desk_config(tmp_path), str(chain_actor), tmp_path / "heads", out
+        return served_companion._Desk(*served_companion._arguments(*given))
+
+    holder = made()
+    holder.desk.save(state.parent)
+    written = state.stat().st_mtime_ns
+    with pytest.raises(RunError, match="Another companion writes"):
+        made()
+    assert state.stat().st_mtime_ns == written
+    holder.close()
+    state.write_bytes(b"no state")
+    with pytest.raises(CheckpointError):
+        made()
+    state.unlink()
+    made().close()  # The one that failed holds nothing.
 
 
 def chains(count: int, length: int, actor: LlamaForCausalLM, seed: int) -> list[list[int]]:
