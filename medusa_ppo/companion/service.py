@@ -45,7 +45,7 @@ from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
 from medusa_ppo.feeds.feed_manifest import FeedActor, Judged, Release
 from medusa_ppo.feeds.http_feed import open_feed
-from medusa_ppo.runtime.files import write_atomic
+from medusa_ppo.runtime.files import UNFINISHED, remove_unfinished, write_atomic
 from medusa_ppo.runtime.hardware import (
     companion_threads,
     cores_idle_s,
@@ -619,6 +619,8 @@ class CompanionService:
             marker.is_file() and marker.read_text() == arguments.publish_dir
         )  # Not what an earlier run left.
         folder = Path(arguments.resume_from) if arguments.resume_from else None
+        # A state may have gigabytes, and so has what a killed companion had written of it.
+        self._tried("What was half-written could not be removed", self._remove_unfinished)
         if again:
             logger.warning("The companion was restarted after its process ended.")
             if self._run_dir is not None and (self._run_dir / "companion" / STATE_FILE).is_file():
@@ -637,6 +639,13 @@ class CompanionService:
             "The companion could not mark its start",
             lambda: write_atomic(marker, arguments.publish_dir),
         )
+
+    def _remove_unfinished(self) -> None:
+        # The loop writes into the last one as well.
+        remove_unfinished(self._publish_dir, f".heads-{UNFINISHED[1:]}")
+        if self._run_dir is not None:
+            for name in ("companion", "heads"):
+                remove_unfinished(self._run_dir / name)
 
     def _take_over_saved(self, file: Path, again: bool) -> None:
         """Load the last saved state. After a crash a damaged one is ignored, because the published

@@ -19,6 +19,8 @@ from heads.errors import RunError
 
 logger = logging.getLogger(__name__)
 
+UNFINISHED = ".*.new-*"
+"""Name pattern of files and folders that are written under a temporary name and then renamed."""
 LOCK_FILE = ".lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of file systems that have no locks, as some shared ones of clusters."""
@@ -98,6 +100,19 @@ def only_one_in(folder: Path, what: str, named: str) -> Iterator[None]:
                 "%s can't be locked (%s): start no second %s there.", folder, error.strerror, what
             )
         yield
+
+
+def remove_unfinished(folder: Path, pattern: str = UNFINISHED) -> None:
+    """Remove what killed processes left half-written under a folder: it may be as large as what
+    they wrote.
+
+    The caller must be the only writer there.
+    """
+    for path in sorted(folder.rglob(pattern)):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)  # Gone with its folder, or a link.
 
 
 def cache_folder(name: str) -> Path:

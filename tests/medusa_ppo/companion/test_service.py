@@ -455,6 +455,28 @@ def test_a_new_run_in_an_old_folder_takes_nothing_from_it(chain, tmp_path: Path)
     crashed.close()
 
 
+def test_what_a_killed_companion_had_half_written_is_removed(chain, tmp_path: Path) -> None:
+    """Only `ppo --resume` did: each death while the state was written left its gigabytes."""
+    task = chain()
+    given = arguments_for(task, tmp_path)
+    left = [
+        Path(given.run_dir) / "companion" / f".{STATE_FILE}.new-abc",
+        Path(given.run_dir) / "heads" / ".v000003.new-abc" / "model.safetensors",
+        Path(given.publish_dir) / ".heads-000003.safetensors.new-abc",
+    ]
+    kept = [
+        Path(given.run_dir) / "checkpoint" / ".other.new-abc",
+        Path(given.publish_dir) / ".fetched-000003.safetensors.new-abc",
+    ]
+    for path in left + kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half")
+    service = CompanionService(given, tables_of(task))
+    assert not any(path.exists() for path in left) and all(path.exists() for path in kept)
+    assert not left[1].parent.exists()
+    service.close()
+
+
 def counted_moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Where the cycle's tensors move from now on."""
     moves: list[str] = []
