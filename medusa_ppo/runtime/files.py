@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Self
 
 from heads.errors import RunError
 
@@ -141,14 +142,36 @@ class OwnedFolder:
             shared_memory: in shared memory if there is any; else among the temporary files.
         """
         base = SHARED_MEMORY if shared_memory and os.access(SHARED_MEMORY, os.W_OK) else None
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        # Another process's `sweep` looks for LOCK, and assumes that the owner of a folder with a
-        # free lock is dead.
-        made = self.path / f"{LOCK}.new"
-        lock = os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        made.rename(self.path / LOCK)  # Locked before anyone can find it.
-        self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        self._own(folder, _new_lock(folder))
+
+    @classmethod
+    def taken(cls, path: Path) -> Self | None:
+        """A folder with a name from another node, which is created here if it does not exist, or
+        was a dead process's. None: its owner lives, on this node, or it is no folder of PREFIXES.
+        """
+        if not path.name.startswith(PREFIXES):
+            return None
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            lock = _new_lock(path)
+        except OSError:  # Another user's, or a link.
+            return None
+        else:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                return None
+        folder = cls.__new__(cls)
+        folder._own(path, lock)
+        return folder
+
+    def _own(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._end = weakref.finalize(self, _remove, path, lock, os.getpid())
 
     def close(self) -> None:
         self._end()
@@ -162,6 +185,17 @@ class OwnedFolder:
             (self.path / LOCK).unlink(missing_ok=True)
             os.close(lock)
         return self.path
+
+
+def _new_lock(folder: Path) -> int:
+    """Another process's `sweep` looks for LOCK, and assumes that the owner of a folder with a free
+    lock is dead.
+    """
+    made = folder / f"{LOCK}.new"
+    lock = os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    made.rename(folder / LOCK)  # Locked before anyone can find it.
+    return lock
 
 
 def _remove(folder: Path, lock: int, owner: int) -> None:
