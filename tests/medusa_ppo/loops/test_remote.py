@@ -50,6 +50,7 @@ from medusa_ppo.loops.remote import (
     refuse,
     serve,
 )
+from medusa_ppo.plugin import NoPlugin
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 from medusa_ppo.reports.run_files import META_FILE
 from medusa_ppo.reports.store import read_run
@@ -298,6 +299,49 @@ def test_a_second_start_is_refused_before_it_touches_the_first_ones_companion(
         with pytest.raises(RunError, match="Another process writes"):
             begin()
     assert not started and start.stat().st_mtime_ns == written
+
+
+class FullDisk(NoPlugin):
+    """A plugin whose heads can't be saved."""
+
+    closed = False
+
+    def save_heads(self, folder: str | Path) -> Path:
+        raise OSError("No space left on device")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError("no reward"), "failed"), (KeyboardInterrupt(), "interrupted")]
+)
+def test_a_training_that_fails_is_recorded_as_failed_and_its_own_error_is_seen(
+    error: BaseException,
+    status: str,
+    chain_actor: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The report said "finished", and heads that could not be saved hid the error."""
+    plugin = FullDisk()
+    monkeypatch.setattr(MedusaPlugin, "start_from_tables", lambda *args, **more: plugin)
+    config = build_config({"heads": {"num_heads": 2}})
+    loop = RemoteAttachment(config, str(chain_actor), tmp_path)
+    loop.attach(RemoteWorkers(), Counters)
+    loop.start()
+    with pytest.raises(type(error)) as raised, loop.training():
+        raise error
+    assert raised.value is error and plugin.closed
+    assert "No space left on device" in caplog.text
+    meta = read_run(tmp_path).meta
+    assert meta["status"] == status
+    assert meta.get("extras") == ({"error": "no reward"} if status == "failed" else None)
+    loop.start()  # It may begin again.
+    loop.plugin = cast(Any, plugin)
+    with pytest.raises(OSError, match="No space"), loop.training():
+        pass  # Here it is the only error.
 
 
 class RestingPlugin:
