@@ -10,8 +10,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +35,12 @@ from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.cli.app import app
 from medusa_ppo.companion.companion_link import COMPANION_TOKEN
 from medusa_ppo.companion.service import STATE_FILE
+from medusa_ppo.companion.wire import TableRows
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.engines.http_server import free_port
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.loops import served_companion
+from medusa_ppo.loops import tap as tap_module
 from medusa_ppo.loops.tap import CompanionTap
 from tests.medusa_ppo.loops.served_desk import ServedDesk, desk_config, served_desk
 
@@ -270,6 +274,65 @@ def test_parts_of_several_processes_are_one_batch(
     assert [tap.lost for tap in taps] == [0, 0]
     for tap in taps:
         tap.close()
+
+
+class Meetings:
+    """torch.distributed's part for processes that are threads of this one."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=120)
+        self._told: list[torch.Tensor] = []
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
+        self._told.append(tensor)
+        self._barrier.wait()
+        most = torch.stack(self._told).amax(0)
+        self._barrier.wait()
+        tensor.copy_(most)
+        if self._barrier.wait() == 0:
+            self._told.clear()
+        self._barrier.wait()
+
+
+def test_each_pass_of_a_step_is_complete_whoever_has_no_rows_in_it(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process sent nothing for its second call, and the others' rows of that one were
+    dropped without the tables that only it sends.
+    """
+    monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
+    monkeypatch.setattr(tap_module.dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(tap_module.dist, "all_reduce", Meetings(2).all_reduce)
+    own = {0: ([0], [], [0], []), 1: ([1], [1], [], [])}
+    with served_desk(chain_actor, tmp_path, draft_vocab=4) as served, contextlib.ExitStack() as st:
+        monkeypatch.setattr(served.desk, "_rows", lambda status: 64)  # However busy it is.
+        taps = []
+        for rank in own:
+            actor = load_actor(chain_actor)
+            tap = st.enter_context(CompanionTap(actor, served.address, rank=rank, ranks=2))
+            tap._meets = True
+            taps.append((tap, actor))
+
+        @torch.no_grad()
+        def run(rank: int, step: int) -> None:
+            tap, actor = taps[rank]
+            for rows in own[rank]:
+                logprobs = [[-0.5] * len(COMPLETIONS[row]) for row in rows]
+                with tap([PROMPTS[r] for r in rows], [COMPLETIONS[r] for r in rows], logprobs):
+                    if rows:
+                        score(actor, rows)
+                assert tap.drain(30) and not tap.problem
+            actor.lm_head.weight.mul_(1.01)
+            tap.updated()
+
+        for step in range(3):
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(run, own, [step] * 2))
+            assert served.desk.drain(30), "draft tokens are counted"
+        rows = [sorted(batch.response_ids_M.tolist()) for batch in served.seen]
+        assert rows == 3 * [[1, 2, 3, 3, 4], [3, 3, 4], [1, 2]]
+        assert isinstance(served.tables, TableRows) and not served.desk.wish().problem
+        assert [(tap.sent, tap.lost) for tap, _ in taps] == [(9, 0), (9, 0)]
 
 
 @torch.no_grad()
