@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from heads.checkpoint import load_heads, save_heads
-from heads.errors import ConfigError
+from heads.errors import CompanionError, ConfigError, DataError
 from medusa_ppo.companion.companion_link import RAY, open_link
 from medusa_ppo.companion.companion_server import CompanionServer, require_companion_token
 from medusa_ppo.companion.desk import CompanionDesk
@@ -101,8 +101,8 @@ def _arguments(
 
 
 class _Desk:
-    """A desk together with its folders, into which no other companion writes meanwhile; they are
-    closed together.
+    """A desk together with its folders, into which no other companion writes meanwhile. `close`
+    saves its state in the run's folder, if it has one, and closes them together.
 
     Raises:
         RunError: another companion keeps its state there.
@@ -122,6 +122,8 @@ class _Desk:
             arguments = replace(arguments, publish_dir=str(published.path))
             self.desk = CompanionDesk(arguments, tables)
             stack.callback(self.desk.close)
+            if arguments.run_dir:
+                stack.callback(self.desk.save, Path(arguments.run_dir) / SAVED)
             self._stack = stack.pop_all()
 
     def close(self) -> None:
@@ -168,8 +170,6 @@ def serve_companion(
         server.run()
     finally:
         over.set()
-        if out is not None:
-            holder.desk.save(out / SAVED)
         holder.close()
 
 
@@ -203,19 +203,41 @@ class _DeskActor:
 
     def take(self, header: str, data: Any) -> str:
         desk = self._holder.desk
+        told = read_message(PartHeader, header)
+        content = memoryview(data)
+        size = content.nbytes
+        if size > desk.most_bytes:
+            raise DataError(
+                "A part is too large.",
+                given=f"{size} bytes from process {told.rank}",
+                expected=f"<= {desk.most_bytes} bytes",
+                do="Raise companion.queue_bytes, or run the same release of medusa-ppo everywhere.",
+            )
+        if not desk.reserve(size):
+            raise CompanionError(
+                "There is no room until other parts have arrived.",
+                given=f"{size} bytes from process {told.rank}",
+                expected="room for them in companion.queue_bytes",
+                do="Nothing: the loop goes on, and the next steps' rows have room again.",
+            )
+        room = size
         handle, name = tempfile.mkstemp(dir=desk.folder)
         path = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(memoryview(data))
-            return desk.take(path, read_message(PartHeader, header)).model_dump_json()
+                file.write(content)
+            # The desk gives it back itself, when it counts the part as one that it holds.
+            room = 0
+            return desk.take(path, told, size).model_dump_json()
         finally:
             path.unlink(missing_ok=True)
+            desk.give_back(room)
 
     def drain(self, timeout_s: float) -> bool:
         return self._holder.desk.drain(timeout_s)
 
     def close(self) -> None:
+        """An orderly end: a handle that is dropped saves nothing."""
         self._holder.close()
 
 
@@ -223,7 +245,8 @@ def companion_in_ray(
     name: str, config: RunConfig, model: str, heads: Path, *, out: Path | None = None
 ) -> Any:
     """Start a companion as a named actor in the Ray that this process is in (or joins). Taps reach
-    it at `ray:NAME`. It ends when the handle is dropped.
+    it at `ray:NAME`. It ends when the handle is dropped. `ray.get(handle.close.remote())` before
+    that saves its state in `out`, from which the next start continues.
 
     Args:
         name: letters, digits, dots, dashes.

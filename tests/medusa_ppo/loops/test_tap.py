@@ -34,6 +34,7 @@ from heads.errors import (
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.cli.app import app
 from medusa_ppo.companion.companion_link import COMPANION_TOKEN
+from medusa_ppo.companion.parts_wire import PartHeader, write_part
 from medusa_ppo.companion.service import STATE_FILE
 from medusa_ppo.companion.wire import TableRows
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -510,6 +511,44 @@ def test_in_the_loops_ray(chain_actor: Path, actor: LlamaForCausalLM, tmp_path: 
         with tap(PROMPTS, COMPLETIONS):
             score(actor, [0, 1, 2])
         assert tap.drain(60) and tap.lost == 1
+
+
+def test_a_companion_in_ray_has_a_bound_and_saves_its_state_at_its_end(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process: what its actor's methods do."""
+    monkeypatch.setattr(served_companion, "settle", lambda config: None)
+    config = desk_config(tmp_path, {"queue_bytes": 1_000_000})
+    given = served_companion._arguments(
+        config, str(chain_actor), tmp_path / "heads", tmp_path / "out"
+    )
+    monkeypatch.setattr(served_companion.ray, "get", lambda first: first)
+    actor = served_companion._DeskActor(config.companion, [given])
+    desk = actor._holder.desk
+    tables = given[1]
+    header = PartHeader(number=0, policy_version=0, ranks=2, left_out=7)
+    header = write_part(tmp_path / "part", {}, tables, header)
+    data = (tmp_path / "part").read_bytes()
+    text = header.model_dump_json()
+    most = desk.most_bytes
+    assert desk.reserve(most)
+    while desk.reserve(len(data)):
+        pass
+    taken = desk._coming
+    with pytest.raises(CompanionError, match="no room"):
+        actor.take(text, data)
+    assert desk._coming == taken
+    desk.give_back(taken)
+    for broken, error in ((data[:-8], CheckpointError), (bytes(most + 1), DataError)):
+        with pytest.raises(error):
+            actor.take(text, broken)
+    assert desk._coming == 0 and not list(desk.folder.glob("tmp*"))
+    actor.take(text, data)
+    assert desk._coming == 0 and desk._held
+    state = tmp_path / "out" / "companion" / STATE_FILE
+    assert not state.exists()
+    actor.close()
+    assert state.is_file()
 
 
 def test_the_command_says_what_it_lacks(
