@@ -80,7 +80,8 @@ class PartHeader(_Message):
     """The header of one process's part.
 
     Attributes:
-        number: number of the step by the sender's count; the same in all processes of a training.
+        number: number of the call or step by the sender's count; the same in all processes of a
+            training.
         rank, ranks: which process sends it, and how many do.
         policy_version: version of the actor that gave the states.
         tables_version: version of the actor at the last change of its tables; with other tables

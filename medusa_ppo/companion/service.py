@@ -45,7 +45,13 @@ from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
 from medusa_ppo.feeds.feed_manifest import FeedActor, Judged, Release
 from medusa_ppo.feeds.http_feed import open_feed
-from medusa_ppo.runtime.files import write_atomic
+from medusa_ppo.runtime.files import (
+    UNFINISHED,
+    OwnedFolder,
+    remove_unfinished,
+    sweep,
+    write_atomic,
+)
 from medusa_ppo.runtime.hardware import (
     companion_threads,
     cores_idle_s,
@@ -65,6 +71,10 @@ WAITED, RESTS, LONGEST_REST_S = 0.1, 100.0, 10.0
 core had nothing to do for nearly `IDLE_S`. After a piece of work during more than `WAITED` of which
 somebody waited for a core, it rests for `RESTS` times its seconds, at most `LONGEST_REST_S`, and
 then looks again.
+"""
+LAST_BATCH_S = 3.0
+"""How long a companion that is closed waits for its batch before it removes the published versions:
+the loop ends its process after 5 s.
 """
 KEPT_VERSIONS = 3
 SAVED_EVERY = 8
@@ -110,14 +120,19 @@ class CompanionService:
         self._arguments = arguments
         self._config = config
         self._incarnation = f"{os.getpid()}-{time.time_ns()}"
+        self._publish_dir = Path(arguments.publish_dir)
+        # On the loop's node the folder is the loop's, which removes it. On another one only this
+        # process can.
+        self._home = OwnedFolder.taken(self._publish_dir)
+        if self._home is not None:
+            sweep()  # Of companions that were killed here, perhaps nobody else does it.
+        self._publish_dir.mkdir(parents=True, exist_ok=True)
         self._cycle = make_cycle(arguments, tables)
-        self._pace = Pace(Path(arguments.publish_dir))
+        self._pace = Pace(self._publish_dir)
         self._hears_loop = self._pace.name == arguments.pace
         self._cycle.trainer.give_way = self._give_way
         self._device = self._cycle.trainer.device
         self._run_dir = Path(arguments.run_dir) if arguments.run_dir else None
-        self._publish_dir = Path(arguments.publish_dir)
-        self._publish_dir.mkdir(parents=True, exist_ok=True)
         self._published: PublishedHeads | None = None
         self._feed = open_feed(config.feed) if config.feed else None
         self._fed_version = 0
@@ -152,6 +167,8 @@ class CompanionService:
             # start, until reported.
             ""
         )
+        # Whether the folder of published versions is gone: nobody reads them any more.
+        self._ends = False
         self._begin(arguments)
         self._follows = self._cycle.version
         self._rest()
@@ -331,7 +348,11 @@ class CompanionService:
     def close(self) -> None:
         """Stop the training thread after its current batch."""
         self._queue.close()
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=LAST_BATCH_S)
+        if self._home is not None:
+            self._ends = True
+            self._home.close()
+        self._thread.join(timeout=10 - LAST_BATCH_S)
 
     # ---- the training thread
 
@@ -353,6 +374,8 @@ class CompanionService:
                     # Before the version is visible, so that a crash in between can't lose it. A
                     # full disk does not keep heads from the engine.
                     self._tried("The companion's state could not be saved", self._checkpoint)
+                if self._ends:
+                    continue
                 if report.published:
                     with self._state_lock:  # `adopt` writes the same file.
                         self._publish()
@@ -624,6 +647,8 @@ class CompanionService:
             marker.is_file() and marker.read_text() == arguments.publish_dir
         )  # Not what an earlier run left.
         folder = Path(arguments.resume_from) if arguments.resume_from else None
+        # A state may have gigabytes, and so has what a killed companion had written of it.
+        self._tried("What was half-written could not be removed", self._remove_unfinished)
         if again:
             logger.warning("The companion was restarted after its process ended.")
             if self._run_dir is not None and (self._run_dir / "companion" / STATE_FILE).is_file():
@@ -642,6 +667,13 @@ class CompanionService:
             "The companion could not mark its start",
             lambda: write_atomic(marker, arguments.publish_dir),
         )
+
+    def _remove_unfinished(self) -> None:
+        # The loop writes into the last one as well.
+        remove_unfinished(self._publish_dir, f".heads-{UNFINISHED[1:]}")
+        if self._run_dir is not None:
+            for name in ("companion", "heads"):
+                remove_unfinished(self._run_dir / name)
 
     def _take_over_saved(self, file: Path, again: bool) -> None:
         """Load the last saved state. After a crash a damaged one is ignored, because the published

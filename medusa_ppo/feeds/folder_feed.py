@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -25,6 +26,9 @@ from medusa_ppo.feeds.feed_manifest import (
 from medusa_ppo.runtime.files import write_atomic
 
 FILES = "heads-*.safetensors"
+COPIED = ".heads.new-"
+ABANDONED_S = 3600.0
+"""A copy that nobody has written to for this long belongs to a publisher that was killed."""
 
 
 class FolderFeed(Feed):
@@ -80,8 +84,9 @@ class FolderFeed(Feed):
 
     def _take_in(self, path: Path, number: int, tensors: str, release: Release) -> FeedVersion:
         """Copy a file into the feed, named by its digest."""
-        handle, temporary = tempfile.mkstemp(prefix=".heads.new-", dir=self.folder)
+        handle, temporary = tempfile.mkstemp(prefix=COPIED, dir=self.folder)
         try:
+            self._forget_unfinished(os.fstat(handle).st_mtime)
             with path.open("rb") as source, os.fdopen(handle, "wb") as copy:
                 shutil.copyfileobj(source, copy, CHUNK_BYTES)
                 copy.flush()
@@ -102,6 +107,14 @@ class FolderFeed(Feed):
         for path in self.folder.glob(FILES):
             if path.name not in named:
                 path.unlink(missing_ok=True)
+
+    def _forget_unfinished(self, now: float) -> None:
+        """`now`: by the clock of the file system, which may be another machine's."""
+        for path in self.folder.glob(f"{COPIED}*"):
+            # Another publisher's may be gone by now.
+            with contextlib.suppress(FileNotFoundError):
+                if path.lstat().st_mtime < now - ABANDONED_S:
+                    path.unlink()
 
     def _unreadable(self, file: str, error: Exception) -> FeedError:
         reason = error.given if isinstance(error, CheckpointError) else error

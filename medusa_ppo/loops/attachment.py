@@ -51,8 +51,8 @@ from medusa_ppo.plugin.medusa_plugin import initial_heads
 from medusa_ppo.plugin.warm_up import FOLDER as WARM_UP_FOLDER
 from medusa_ppo.plugin.warm_up import WarmUpReport
 from medusa_ppo.reports.run_files import COMPANION_FOLDER, HEADS_FOLDER
-from medusa_ppo.reports.store import RunWriter
-from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.reports.store import RunWriter, refuse_second_writer
+from medusa_ppo.runtime.files import OwnedFolder, only_one_in
 from medusa_ppo.runtime.hardware import gpu_places, gpus_beside, visible_gpus
 from medusa_ppo.runtime.processes import local_ray
 
@@ -376,6 +376,8 @@ class Attachment:
             )
         )
         engine, folder = self.engine, self.folder
+        # The writer asks once more; but a companion removes the state that it finds.
+        refuse_second_writer(folder)
         plugin = start_or_resume(
             lambda state: MedusaPlugin.start(self.config, actor, engine, folder, resume_from=state),
             folder,
@@ -509,6 +511,7 @@ class DraftingEngine:
         Raises:
             UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError,
             EngineError: what can't be started.
+            RunError: another process's engine writes into the folder.
         """
         Ranks.refuse_several("DraftingEngine")
         self.plugin: AnyPlugin = NoPlugin()
@@ -519,6 +522,10 @@ class DraftingEngine:
         # If anything fails here, the stack ends what was started before; once nothing has failed,
         # `pop_all` keeps it all.
         with contextlib.ExitStack() as stack:
+            wanted = as_config(config) is not None
+            if wanted:
+                # A second companion would remove the first one's state.
+                stack.enter_context(only_one_in(self._folder, "DraftingEngine", "run_dir"))
             visible = visible_gpus()
             stack.enter_context(
                 local_ray(
@@ -526,7 +533,6 @@ class DraftingEngine:
                     gpus=gpu_places(config.engine, visible).ray if visible else None,
                 )
             )
-            wanted = as_config(config) is not None
             heads = (
                 MedusaPlugin.prepare_heads(config, actor, self._folder / "heads")
                 if wanted

@@ -301,12 +301,10 @@ def trainer_actor() -> Any:
                     lambda: sum_counters(engines),
                 )
             self.medusa.start(self._medusa_version)
-            tables: list[Tables | None] = []
-            try:
+            with self.medusa.training() as tables:
                 super().fit(global_step)
-                tables = ray.get(self.actor_model_group.async_run_method("medusa_tables"))
-            finally:
-                self.medusa.end(tables)
+                group = self.actor_model_group
+                tables.extend(ray.get(group.async_run_method("medusa_tables")))
 
         def train_step(self, rollout_samples: Any, global_step: int) -> Any:
             self._medusa_version, self._medusa_next = global_step, global_step + 1

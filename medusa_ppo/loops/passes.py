@@ -53,7 +53,7 @@ class Generated:
     def known(self) -> int:
         """Number of rows with a log-prob for each token; others are left out of the rollouts."""
         return sum(
-            None not in logprobs and len(logprobs) == len(row)
+            len(_known(logprobs)) == len(row)
             for row, logprobs in zip(self.completions, self.logprobs, strict=True)
         )
 
@@ -66,6 +66,11 @@ class Generated:
                 for field in fields(cls)
             )
         )
+
+
+def _known(logprobs: Sequence[float | None]) -> tuple[float, ...]:
+    """Without those that are unknown or infinite."""
+    return tuple(value for value in logprobs if value is not None and math.isfinite(value))
 
 
 def as_rollouts(part: Generated, sampling: Sampling) -> Rollouts:
@@ -90,7 +95,7 @@ def as_rollouts(part: Generated, sampling: Sampling) -> Rollouts:
     for prompt, completion, logprobs in zip(
         part.prompts, part.completions, part.logprobs, strict=True
     ):
-        known = tuple(value for value in logprobs if value is not None and math.isfinite(value))
+        known = _known(logprobs)
         if len(known) == len(completion):
             reason = "length" if len(completion) >= sampling.max_new_tokens else "stop"
             responses.append(Response(index[tuple(prompt)], tuple(completion), known, reason))

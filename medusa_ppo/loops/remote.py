@@ -8,7 +8,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,8 +36,10 @@ from medusa_ppo.engines.colocated import AttachedEngine, Call
 from medusa_ppo.engines.launch import HOST, SERVER_MODULE, engine_flags, plan_launch
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.loops.attachment import OURS, Attachment, start_or_resume
+from medusa_ppo.plugin import NoPlugin
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table
-from medusa_ppo.reports.store import RunWriter
+from medusa_ppo.reports.run_files import HEADS_FOLDER
+from medusa_ppo.reports.store import RunWriter, refuse_second_writer
 from medusa_ppo.runtime.control_guard import GUARD, TOKEN
 from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.processes import on_one_node
@@ -137,8 +139,11 @@ class RemoteAttachment(Attachment):
         Raises:
             UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError: as
             `plan_launch`.
+            RunError: another process writes into the folder.
         """
         super().__init__(config)
+        # Before heads are written there: the other one's engines start with those.
+        refuse_second_writer(folder)
         self.folder = folder
         # Tables are read from files: the actor is in other processes, which start only after the
         # engines.
@@ -188,6 +193,8 @@ class RemoteAttachment(Attachment):
         self._policy_version = version
         assert self.engine is not None, "attach() comes first"
         engine, folder = self.engine, self.folder
+        # Once more, because engines have started since.
+        refuse_second_writer(folder)
         self.plugin = start_or_resume(
             lambda state: MedusaPlugin.start_from_tables(
                 self.config, self._heads, self._tables, engine, folder, resume_from=state
@@ -274,12 +281,49 @@ class RemoteAttachment(Attachment):
 
         Args:
             tables: the actor's at the end, of the worker that has them: stock vLLM needs its
-                lm_head beside the saved heads. Empty if the training has failed.
+                lm_head beside the saved heads.
         """
         found = next((part for part in tables if part is not None), None)
         if found is not None:
             self.plugin.tables_updated(found, self._policy_version)
         super().end()
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[list[Tables | None]]:
+        """Context around the loop's training, after which it ends as by `end`; the block adds what
+        that needs to the list. A training that fails is recorded as such.
+        """
+        tables: list[Tables | None] = []
+        try:
+            yield tables
+        except BaseException as error:
+            self._fail(error)
+            raise
+        self.end(tables)
+
+    def _fail(self, error: BaseException) -> None:
+        """End after this error, which is the one to be seen: what fails here is only logged."""
+        writer = self._writer
+        if writer is None:
+            return
+        # Ray turns a signal into SystemExit.
+        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+        status = "interrupted" if stopped else "failed"
+        extras = None if stopped else {"error": str(error)}
+        actions: dict[str, Callable[[], object]] = {
+            "The heads could not be saved": lambda: self.plugin.save_heads(
+                self.folder / HEADS_FOLDER
+            ),
+            "The report could not be written": lambda: writer.finish(status, extras),
+            "The companion could not be ended": self._stack.close,
+        }
+        for problem, action in actions.items():
+            try:
+                action()
+            except Exception:
+                logger.exception("%s after a training that failed.", problem)
+        self.plugin = NoPlugin()
+        self._writer = None
 
 
 class GatheredActor(Protocol):

@@ -5,6 +5,7 @@ serve`), or as a named actor in the loop's Ray.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import tempfile
@@ -17,7 +18,7 @@ from typing import Any
 import ray
 
 from heads.checkpoint import load_heads, save_heads
-from heads.errors import ConfigError
+from heads.errors import CompanionError, ConfigError, DataError
 from medusa_ppo.companion.companion_link import RAY, open_link
 from medusa_ppo.companion.companion_server import CompanionServer, require_companion_token
 from medusa_ppo.companion.desk import CompanionDesk
@@ -33,7 +34,7 @@ from medusa_ppo.feeds.feed_manifest import FeedActor
 from medusa_ppo.feeds.http_feed import absolute, require_feed
 from medusa_ppo.loops.remote import read_tables
 from medusa_ppo.plugin.medusa_plugin import heads_for_table
-from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.runtime.files import OwnedFolder, only_one_in
 from medusa_ppo.runtime.hardware import companion_gpus, find_hardware
 from medusa_ppo.runtime.named_actors import NAMESPACE, join_ray
 
@@ -84,16 +85,14 @@ def _arguments(
     gpus = section.num_gpus
     if gpus is None:
         gpus = companion_gpus(find_hardware().gpus, 1)
-    saved = out is not None and (out / SAVED / STATE_FILE).is_file()
     arguments = ServiceArguments(
         initial.config,
         section.model_copy(update={"feed": address, "num_gpus": gpus}),
         config.seed,
         pack(initial.trainable_state()),
         str(out.resolve()) if out is not None else "",
-        # The number of threads of the process that trains; see `_desk`.
+        # `_Desk` knows where it publishes to, and what it goes on from.
         "",
-        str((out / SAVED).resolve()) if out is not None and saved else "",
         draft_temperature=config.engine.draft_temperature,
         num_drafts=config.engine.most_drafts,
         draft_vocab=draft_vocabulary(config.engine, initial.config),
@@ -102,16 +101,33 @@ def _arguments(
 
 
 class _Desk:
-    """A desk together with the folder of its published versions; they are closed together."""
+    """A desk together with its folders, into which no other companion writes meanwhile. `close`
+    saves its state in the run's folder, if it has one, and closes them together.
+
+    Raises:
+        RunError: another companion keeps its state there.
+    """
 
     def __init__(self, arguments: ServiceArguments, tables: Tables) -> None:
         settle(arguments.companion)
-        self._published = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
-        self.desk = CompanionDesk(replace(arguments, publish_dir=str(self._published.path)), tables)
+        with contextlib.ExitStack() as stack:
+            if arguments.run_dir:
+                out = Path(arguments.run_dir)
+                # Before the state is looked for, which another one may still write.
+                stack.enter_context(only_one_in(out, "companion", "--out"))
+                if (out / SAVED / STATE_FILE).is_file():
+                    arguments = replace(arguments, resume_from=str(out / SAVED))
+            published = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
+            stack.callback(published.close)
+            arguments = replace(arguments, publish_dir=str(published.path))
+            self.desk = CompanionDesk(arguments, tables)
+            stack.callback(self.desk.close)
+            if arguments.run_dir:
+                stack.callback(self.desk.save, Path(arguments.run_dir) / SAVED)
+            self._stack = stack.pop_all()
 
     def close(self) -> None:
-        self.desk.close()
-        self._published.close()
+        self._stack.close()
 
 
 def serve_companion(
@@ -139,6 +155,7 @@ def serve_companion(
     Raises:
         ConfigError: no token, no feed, several workers.
         FeedError, ModelError, CheckpointError: what can't be read.
+        RunError: another companion keeps its state in `out`.
     """
     require_companion_token(host)
     arguments, tables = _arguments(config, model, heads, out)
@@ -153,8 +170,6 @@ def serve_companion(
         server.run()
     finally:
         over.set()
-        if out is not None:
-            holder.desk.save(out / SAVED)
         holder.close()
 
 
@@ -188,19 +203,41 @@ class _DeskActor:
 
     def take(self, header: str, data: Any) -> str:
         desk = self._holder.desk
+        told = read_message(PartHeader, header)
+        content = memoryview(data)
+        size = content.nbytes
+        if size > desk.most_bytes:
+            raise DataError(
+                "A part is too large.",
+                given=f"{size} bytes from process {told.rank}",
+                expected=f"<= {desk.most_bytes} bytes",
+                do="Raise companion.queue_bytes, or run the same release of medusa-ppo everywhere.",
+            )
+        if not desk.reserve(size):
+            raise CompanionError(
+                "There is no room until other parts have arrived.",
+                given=f"{size} bytes from process {told.rank}",
+                expected="room for them in companion.queue_bytes",
+                do="Nothing: the loop goes on, and the next steps' rows have room again.",
+            )
+        room = size
         handle, name = tempfile.mkstemp(dir=desk.folder)
         path = Path(name)
         try:
             with os.fdopen(handle, "wb") as file:
-                file.write(memoryview(data))
-            return desk.take(path, read_message(PartHeader, header)).model_dump_json()
+                file.write(content)
+            # The desk gives it back itself, when it counts the part as one that it holds.
+            room = 0
+            return desk.take(path, told, size).model_dump_json()
         finally:
             path.unlink(missing_ok=True)
+            desk.give_back(room)
 
     def drain(self, timeout_s: float) -> bool:
         return self._holder.desk.drain(timeout_s)
 
     def close(self) -> None:
+        """An orderly end: a handle that is dropped saves nothing."""
         self._holder.close()
 
 
@@ -208,7 +245,8 @@ def companion_in_ray(
     name: str, config: RunConfig, model: str, heads: Path, *, out: Path | None = None
 ) -> Any:
     """Start a companion as a named actor in the Ray that this process is in (or joins). Taps reach
-    it at `ray:NAME`. It ends when the handle is dropped.
+    it at `ray:NAME`. It ends when the handle is dropped. `ray.get(handle.close.remote())` before
+    that saves its state in `out`, from which the next start continues.
 
     Args:
         name: letters, digits, dots, dashes.

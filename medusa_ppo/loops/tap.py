@@ -136,9 +136,10 @@ class CompanionTap:
         self._version = self._tables_version = version
         # Tokens of the last parts, which may have become draft tokens since the last answer.
         self._untold: deque[torch.Tensor] = deque(maxlen=UNTOLD_PARTS)
+        # Counts calls where the processes meet in each, else updates.
         self._number = 0
-        # Whether this step's part is on its way; and the part without rows that goes if it is not,
-        # with the step's tokens.
+        # For processes that don't meet: whether this step's part is on its way; and the part
+        # without rows that goes if it is not, with the step's tokens.
         self._told = False
         self._rowless: tuple[_Parcel, torch.Tensor | None] | None = None
         self._open: contextlib.ExitStack | None = None
@@ -180,7 +181,10 @@ class CompanionTap:
         began = time.perf_counter()
         rows = _rows(prompts, completions, logprobs)
         tokens = sum(len(completion) for _, completion, _ in rows)
-        most = self._wanted() / self._ranks
+        rows_wanted, rows_here = self._agreed(tokens)
+        most = rows_wanted / self._ranks
+        if self._meets:
+            self._number += 1
         # Asked on every rank or on none, whatever rows it has.
         ids = self._token_ids(rows) if most and logprobs is not None else None
         if most and self._together:
@@ -189,12 +193,18 @@ class CompanionTap:
         if not wanted:
             self._sender.pass_over(bool(tokens))
             self._rows.take(self._version)  # Counted, as in the other processes.
-            if most and self._ranks > 1 and not self._told and self._rowless is None:
-                # The others' rows need this process's part. It goes with the update: until then
-                # rows may come. Tables are copied here, before it changes them.
-                self._rowless = self._parcel(None, None, self._changed_tables(ids), False, 0), ids
+            # The others' rows need this process's part. Tables are copied here, before the update
+            # changes them.
+            rowless = None
+            if most and rows_here and not self._told and self._rowless is None:
+                rowless = self._parcel(None, None, self._changed_tables(ids), False, 0), ids
+            if not self._meets:
+                # It goes with the update: until then rows may come.
+                self._rowless = self._rowless or rowless
             self.exposed_s += time.perf_counter() - began
             yield
+            if self._meets and rowless is not None:
+                self._give(*rowless)
             return
         # Tables are copied before the pass, because the loop may update them right after it.
         tables = self._changed_tables(ids)
@@ -209,7 +219,8 @@ class CompanionTap:
         # A part without rows says that there is nothing to wait for, and the first process has
         # everybody's tables.
         self._give(self._parcel(batch, keys, tables, logprobs is not None, tokens), ids)
-        self._told, self._rowless = True, None
+        # Who meets the others sends a part for each call in which one of them has rows.
+        self._told, self._rowless = not self._meets, None
         self.exposed_s += time.perf_counter() - began
 
     def expect(
@@ -241,7 +252,8 @@ class CompanionTap:
         self._stale = True
         if not self._together:
             self._refresh()
-        self._number += 1
+        if not self._meets:
+            self._number += 1
         self.exposed_s += time.perf_counter() - began
 
     def drain(self, timeout_s: float) -> bool:
@@ -302,17 +314,21 @@ class CompanionTap:
                 if self._actor.refresh():
                     self._tables_version = self._version
 
-    def _wanted(self) -> int:
-        """Rows wanted from all processes together. Each process has its own answer, from a
-        different moment. If each went by its own, the parts of a step would not belong together, or
-        would come without their tables.
+    def _agreed(self, tokens: int) -> tuple[int, bool]:
+        """Rows wanted from all processes together, and whether another process may have rows of
+        this call. Each process has its own answer, from a different moment. If each went by its
+        own, the parts of a call would not belong together, or would come without their tables.
+
+        Args:
+            tokens: this process's own.
         """
         rows = self._sender.wish.rows
         if not self._meets:
-            return rows
-        told = torch.tensor([rows], device=self._meeting_device)
-        dist.broadcast(told, 0)
-        return int(told.item())
+            return rows, self._ranks > 1
+        told = torch.tensor([0 if self._rank else rows, tokens], device=self._meeting_device)
+        dist.all_reduce(told, dist.ReduceOp.MAX)
+        rows, most_tokens = told.tolist()
+        return rows, most_tokens > 0
 
     @property
     def _meeting_device(self) -> str:

@@ -17,16 +17,13 @@ Hidden states are not stored: they are computed again, in the same shapes
 
 from __future__ import annotations
 
-import errno
 import json
-import logging
 import math
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
@@ -36,7 +33,7 @@ from transformers import AutoConfig
 
 from heads.acceptance import ReplayResult
 from heads.checkpoint import load_state, save_heads, save_state
-from heads.errors import CheckpointError, ConfigError, DataError, RunError
+from heads.errors import CheckpointError, ConfigError, DataError
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import DTYPES
 from medusa_ppo.actors.megatron_checkpoint import as_transformers, folder_of
@@ -70,14 +67,10 @@ from medusa_ppo.offline.scene import (
     train_scene,
 )
 from medusa_ppo.runtime.console import Advance, OfflineProgress
-from medusa_ppo.runtime.files import locked, write_atomic
+from medusa_ppo.runtime.files import only_one_in, write_atomic
 from medusa_ppo.runtime.processes import StopSignals
 
-logger = logging.getLogger(__name__)
-
-LOG_FILE, MODEL_FOLDER, LOCK_FILE = "train.jsonl", "model", ".lock"
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
-"""Errors of file systems that have no locks, as some shared ones of clusters."""
+LOG_FILE, MODEL_FOLDER = "train.jsonl", "model"
 HOLDOUT_FRACTION = 0.1
 HOLDOUT_TOKENS = 16_384
 """Maximum tokens that heads are judged on: enough for two digits of acceptance, and no more work
@@ -119,35 +112,8 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
         # folder. A checkpoint of Megatron is converted in OUT before anything of it is read.
         scene = train_scene(options)
     # Created before hours of work, because the path may not be writable.
-    with _only_training_in(out_folder(options.out)):
+    with only_one_in(out_folder(options.out), "training", "--out"):
         return _train(options, scene, progress)
-
-
-@contextmanager
-def _only_training_in(out: Path) -> Iterator[None]:
-    """Hold OUT: two trainings would write the same files, and each remove what the other has half
-    written.
-
-    Raises:
-        RunError: another training holds it.
-    """
-    with ExitStack() as stack:
-        try:
-            stack.enter_context(locked(out / LOCK_FILE, wait=False))
-        except BlockingIOError:
-            raise RunError(
-                "Another training writes into the output folder.",
-                given=out,
-                expected="one training per folder",
-                do="Wait for it, stop it, or choose another --out.",
-            ) from None
-        except OSError as error:
-            if error.errno not in NO_LOCKS:
-                raise
-            logger.warning(
-                "%s can't be locked (%s): start no second training there.", out, error.strerror
-            )
-        yield
 
 
 def _train(options: TrainOptions, scene: Scene | None, progress: OfflineProgress) -> Line:

@@ -73,8 +73,6 @@ VERSIONS_FOLDER = "heads"
 STATE_FILE = "state.json"
 MEMORY_FILE = "memory.safetensors"
 EVALUATION_FILE = "evaluation.json"
-UNFINISHED = ".*.new-*"
-"""Name pattern of files and folders that are written under a temporary name and then renamed."""
 FORMAT_VERSION = 1
 BEFORE = {"heads": {"context": 0}}
 """Values for runs whose state lacks these keys, if they differ from today's defaults."""
@@ -241,19 +239,6 @@ def fresh_folder(target: Path) -> Iterator[Path]:
         remove_directory(old)
     finally:
         shutil.rmtree(new, ignore_errors=True)
-
-
-def remove_unfinished(run_dir: Path) -> None:
-    """Remove temporary files that a killed run left: a checkpoint's files can be as large as the
-    run's.
-
-    The caller must be the only writer there.
-    """
-    for path in sorted(run_dir.rglob(UNFINISHED)):
-        if path.is_dir():
-            remove_directory(path)
-        else:
-            path.unlink(missing_ok=True)  # Gone with its folder, or a link.
 
 
 def _to_disk(path: Path) -> None:

@@ -51,7 +51,7 @@ from medusa_ppo.reports.run_files import (
 )
 from medusa_ppo.reports.store import RunWriter, refuse_second_writer
 from medusa_ppo.reports.trackers import TrackerGroup, check_trackers, start_trackers
-from medusa_ppo.runtime.files import OwnedFolder
+from medusa_ppo.runtime.files import OwnedFolder, remove_unfinished
 from medusa_ppo.runtime.hardware import gpu_places, visible_gpus
 from medusa_ppo.runtime.processes import StopSignals, local_ray
 
@@ -121,7 +121,7 @@ class RunSession:
             run_state.read_position(config.run_dir, config, allow) if resume else RunPosition()
         )
         if resume:
-            run_state.remove_unfinished(config.run_dir)
+            remove_unfinished(config.run_dir)
         check_roles(config)
         reward = self._reward()
         self._stack.callback(reward.close)

@@ -4,6 +4,7 @@ removed with the process that made them.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -11,8 +12,19 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Self
+
+from heads.errors import RunError
+
+logger = logging.getLogger(__name__)
+
+UNFINISHED = ".*.new-*"
+"""Name pattern of files and folders that are written under a temporary name and then renamed."""
+LOCK_FILE = ".lock"
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems that have no locks, as some shared ones of clusters."""
 
 
 def write_atomic(path: Path, text: str) -> None:
@@ -58,13 +70,57 @@ def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
+@contextmanager
+def only_one_in(folder: Path, what: str, named: str) -> Iterator[None]:
+    """Hold a folder, which is created: two programs would write the same files, and each remove
+    what the other has half written.
+
+    Args:
+        what: what writes there, for the error.
+        named: how the user named the folder.
+
+    Raises:
+        RunError: another one holds it.
+        OSError: nothing can be written there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(folder / LOCK_FILE, wait=False))
+        except BlockingIOError:
+            raise RunError(
+                f"Another {what} writes into the output folder.",
+                given=folder,
+                expected=f"one {what} per folder",
+                do=f"Wait for it, stop it, or choose another {named}.",
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            logger.warning(
+                "%s can't be locked (%s): start no second %s there.", folder, error.strerror, what
+            )
+        yield
+
+
+def remove_unfinished(folder: Path, pattern: str = UNFINISHED) -> None:
+    """Remove what killed processes left half-written under a folder: it may be as large as what
+    they wrote.
+
+    The caller must be the only writer there.
+    """
+    for path in sorted(folder.rglob(pattern)):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)  # Gone with its folder, or a link.
+
+
 def cache_folder(name: str) -> Path:
     """This user's `<cache>/medusa-ppo/NAME`; it is created only when something is written."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if base else Path.home() / ".cache") / "medusa-ppo" / name
 
-
-logger = logging.getLogger(__name__)
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIXES = ("medusa-ppo-", "mppo-")
@@ -86,14 +142,36 @@ class OwnedFolder:
             shared_memory: in shared memory if there is any; else among the temporary files.
         """
         base = SHARED_MEMORY if shared_memory and os.access(SHARED_MEMORY, os.W_OK) else None
-        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
-        # Another process's `sweep` looks for LOCK, and assumes that the owner of a folder with a
-        # free lock is dead.
-        made = self.path / f"{LOCK}.new"
-        lock = os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        made.rename(self.path / LOCK)  # Locked before anyone can find it.
-        self._end = weakref.finalize(self, _remove, self.path, lock, os.getpid())
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=base))
+        self._own(folder, _new_lock(folder))
+
+    @classmethod
+    def taken(cls, path: Path) -> Self | None:
+        """A folder with a name from another node, which is created here if it does not exist, or
+        was a dead process's. None: its owner lives, on this node, or it is no folder of PREFIXES.
+        """
+        if not path.name.startswith(PREFIXES):
+            return None
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            lock = os.open(path / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            lock = _new_lock(path)
+        except OSError:  # Another user's, or a link.
+            return None
+        else:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                os.close(lock)
+                return None
+        folder = cls.__new__(cls)
+        folder._own(path, lock)
+        return folder
+
+    def _own(self, path: Path, lock: int) -> None:
+        self.path = path
+        self._end = weakref.finalize(self, _remove, path, lock, os.getpid())
 
     def close(self) -> None:
         self._end()
@@ -107,6 +185,17 @@ class OwnedFolder:
             (self.path / LOCK).unlink(missing_ok=True)
             os.close(lock)
         return self.path
+
+
+def _new_lock(folder: Path) -> int:
+    """Another process's `sweep` looks for LOCK, and assumes that the owner of a folder with a free
+    lock is dead.
+    """
+    made = folder / f"{LOCK}.new"
+    lock = os.open(made, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    made.rename(folder / LOCK)  # Locked before anyone can find it.
+    return lock
 
 
 def _remove(folder: Path, lock: int, owner: int) -> None:

@@ -315,15 +315,12 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
             self.medusa.forget_generated()
 
     def fit(self, agent_loop_manager: Any) -> None:
-        tables: list[Tables | None] = []
-        try:
+        if self.medusa is None:
             super().fit(agent_loop_manager)
-            if self.medusa is not None:
-                tables = list(_each(self.actor_rollout_wg.medusa_tables()))
-        finally:
-            # verl returns from several places.
-            if self.medusa is not None:
-                self.medusa.end(tables)
+            return
+        with self.medusa.training() as tables:
+            super().fit(agent_loop_manager)
+            tables.extend(_each(self.actor_rollout_wg.medusa_tables()))
 
 
 def unsupported(config: Any) -> dict[str, bool]:

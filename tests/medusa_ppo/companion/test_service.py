@@ -4,6 +4,7 @@ crash.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import errno
@@ -42,6 +43,7 @@ from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.feeds.feed import verify
 from medusa_ppo.feeds.feed_manifest import FeedActor
 from medusa_ppo.feeds.folder_feed import FolderFeed
+from medusa_ppo.runtime.files import LOCK, OwnedFolder
 from tests.medusa_ppo.companion.conftest import sampled, until
 
 
@@ -400,6 +402,36 @@ def test_a_second_start_on_another_node_goes_on(chain, tmp_path: Path) -> None:
     second.close()
 
 
+def test_on_another_node_a_companion_removes_what_it_has_published(chain, tmp_path: Path) -> None:
+    """The loop removes its own node's folder: the versions (each 2 GiB at a width of 4,096) stayed
+    in the memory of the companion's.
+    """
+    task = chain()
+
+    def given(folder: Path) -> ServiceArguments:
+        return dataclasses.replace(arguments_for(task, tmp_path), publish_dir=str(folder))
+
+    there = tmp_path / "shm" / "medusa-ppo-heads-there"
+    service = CompanionService(given(there), tables_of(task))
+    run_batches(service, [task.batch() for _ in range(6)])
+    assert list(there.glob("heads-*.safetensors")) and (there / LOCK).is_file()
+    again = CompanionService(given(there), tables_of(task))
+    again.close()
+    assert there.is_dir(), "who does not own it leaves it"
+    service.close()
+    assert not there.exists()
+    # Of one that was killed, the next one goes on with the versions, and removes them.
+    there.mkdir()
+    (there / LOCK).touch()
+    service = CompanionService(given(there), tables_of(task))
+    assert there.is_dir()
+    service.close()
+    assert not there.exists()
+    with contextlib.closing(OwnedFolder("medusa-ppo-heads-")) as loops:
+        CompanionService(given(loops.path), tables_of(task)).close()
+        assert loops.path.is_dir()
+
+
 def test_the_state_is_written_with_each_version_and_seldom_without(
     chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -488,6 +520,28 @@ def test_a_new_run_in_an_old_folder_takes_nothing_from_it(chain, tmp_path: Path)
         "higher numbers of the old run don't push it out"
     )
     crashed.close()
+
+
+def test_what_a_killed_companion_had_half_written_is_removed(chain, tmp_path: Path) -> None:
+    """Only `ppo --resume` did: each death while the state was written left its gigabytes."""
+    task = chain()
+    given = arguments_for(task, tmp_path)
+    left = [
+        Path(given.run_dir) / "companion" / f".{STATE_FILE}.new-abc",
+        Path(given.run_dir) / "heads" / ".v000003.new-abc" / "model.safetensors",
+        Path(given.publish_dir) / ".heads-000003.safetensors.new-abc",
+    ]
+    kept = [
+        Path(given.run_dir) / "checkpoint" / ".other.new-abc",
+        Path(given.publish_dir) / ".fetched-000003.safetensors.new-abc",
+    ]
+    for path in left + kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half")
+    service = CompanionService(given, tables_of(task))
+    assert not any(path.exists() for path in left) and all(path.exists() for path in kept)
+    assert not left[1].parent.exists()
+    service.close()
 
 
 def counted_moves(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -25,7 +25,7 @@ from medusa_ppo.feeds.actor_sketch import actor_sketch, alike, sketch_rows
 from medusa_ppo.feeds.feed import verify
 from medusa_ppo.feeds.feed_manifest import KEPT_VERSIONS, MANIFEST, FeedActor
 from medusa_ppo.feeds.feed_server import FeedServer
-from medusa_ppo.feeds.folder_feed import FolderFeed
+from medusa_ppo.feeds.folder_feed import ABANDONED_S, COPIED, FolderFeed
 from medusa_ppo.feeds.http_feed import FEED_TOKEN, HttpFeed, absolute, open_feed, require_feed
 from tests.medusa_ppo.feeds.conftest import (
     VOCAB,
@@ -73,6 +73,21 @@ def test_few_versions_are_kept_and_numbers_only_grow(place: Place, tmp_path: Pat
     assert numbers == [*range(5, KEPT_VERSIONS + 5)]
     files = {version.file for version in manifest.versions}
     assert {path.name for path in place.folder.iterdir()} == {MANIFEST, *files}
+
+
+def test_what_a_killed_publisher_had_half_written_is_removed(tmp_path: Path) -> None:
+    """But not what another one writes now."""
+    feed = FolderFeed(tmp_path / "feed")
+    feed.folder.mkdir()
+    left, now = (feed.folder / f"{COPIED}{name}" for name in ("left", "now"))
+    for path in (left, now):
+        path.write_bytes(b"half")
+    long_ago = left.stat().st_mtime - ABANDONED_S - 60
+    os.utime(left, (long_ago, long_ago))
+    feed.publish(heads_file(tmp_path / "state", 1), release(1))
+    assert not left.exists() and now.exists()
+    manifest = feed.manifest()
+    assert manifest is not None and manifest.newest == 1
 
 
 def test_readers_meet_no_half_version_while_one_publishes(place: Place, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from heads.checkpoint import load_heads
-from heads.errors import ConfigError
+from heads.errors import ConfigError, RunError
 from heads.tensorfile import checksum, load_state
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.config.run_config import build_config
@@ -24,6 +24,7 @@ from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.loops import attachment
 from medusa_ppo.loops.attachment import Attachment, DraftingEngine
 from medusa_ppo.plugin import MedusaPlugin, NoPlugin
+from medusa_ppo.runtime.files import only_one_in
 from medusa_ppo.runtime.processes import local_ray
 from tests.medusa_ppo.conftest import RecordingCompanion, eager_on_a_gpu
 
@@ -240,3 +241,12 @@ def test_the_loops_own_gpu_is_nobody_elses(
     with pytest.raises(ConnectionError):
         DraftingEngine(build_config({}), torch.nn.Module(), "actor", tmp_path)
     assert asked == [offered]
+
+
+def test_a_second_engine_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    """Its companion removed the state of the first one's."""
+    with (
+        only_one_in(tmp_path, "DraftingEngine", "run_dir"),
+        pytest.raises(RunError, match="Another DraftingEngine writes"),
+    ):
+        DraftingEngine(build_config({}), torch.nn.Module(), "actor", tmp_path)

@@ -27,7 +27,7 @@ from heads.checkpoint import (
     load_heads,
     load_state,
 )
-from heads.errors import CompanionError, ConfigError, SavedStateError
+from heads.errors import CompanionError, ConfigError, RunError, SavedStateError
 from medusa_ppo.actors import hf
 from medusa_ppo.actors.hf import HFActor, load_actor
 from medusa_ppo.companion.positions import ROW_BYTES
@@ -37,9 +37,10 @@ from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
 from medusa_ppo.loops import remote
-from medusa_ppo.loops.attachment import start_or_resume
+from medusa_ppo.loops.attachment import Attachment, start_or_resume
 from medusa_ppo.loops.passes import PassTap
 from medusa_ppo.loops.remote import (
+    START,
     RemoteAttachment,
     Taken,
     WorkerTables,
@@ -49,7 +50,9 @@ from medusa_ppo.loops.remote import (
     refuse,
     serve,
 )
+from medusa_ppo.plugin import NoPlugin
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
+from medusa_ppo.reports.run_files import META_FILE
 from medusa_ppo.reports.store import read_run
 from medusa_ppo.runtime.control_guard import TOKEN
 from tests.medusa_ppo.conftest import RecordingCompanion
@@ -265,6 +268,80 @@ def test_a_start_that_fails_once_does_not_cost_the_heads(tmp_path: Path) -> None
     with pytest.raises(CompanionError, match="no answer in time"):
         start_or_resume(start, tmp_path, 7)
     assert asked == [str(file.parent)] and file.read_bytes() == b"a state"
+
+
+def test_a_second_start_is_refused_before_it_touches_the_first_ones_companion(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its companion removed the living one's state, and only then was the run refused."""
+    config = build_config({"heads": {"num_heads": 2}})
+    folder = tmp_path / "medusa"
+    early = RemoteAttachment(config, str(chain_actor), folder, several_nodes=True)
+    early.attach(RemoteWorkers(), Counters)
+    same_process = Attachment(config.model_copy(update={"out": str(tmp_path), "name": "medusa"}))
+    same_process.engine = early.engine
+    assert same_process.folder == folder
+    started: list[Any] = []
+    for method in ("start", "start_from_tables"):
+        monkeypatch.setattr(MedusaPlugin, method, lambda *args, **more: started.append(args))
+    monkeypatch.setattr(
+        "medusa_ppo.loops.attachment.local_ray", lambda **more: contextlib.nullcontext()
+    )
+    start = folder / START / "config.json"
+    written = start.stat().st_mtime_ns
+    living = {"status": "running", "process": {"pid": 1, "host": "elsewhere"}}
+    (folder / META_FILE).write_text(json.dumps(living))
+    for begin in (
+        early.start,
+        lambda: same_process._start(cast(HFActor, None), []),
+        lambda: RemoteAttachment(config, str(chain_actor), folder, several_nodes=True),
+    ):
+        with pytest.raises(RunError, match="Another process writes"):
+            begin()
+    assert not started and start.stat().st_mtime_ns == written
+
+
+class FullDisk(NoPlugin):
+    """A plugin whose heads can't be saved."""
+
+    closed = False
+
+    def save_heads(self, folder: str | Path) -> Path:
+        raise OSError("No space left on device")
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError("no reward"), "failed"), (KeyboardInterrupt(), "interrupted")]
+)
+def test_a_training_that_fails_is_recorded_as_failed_and_its_own_error_is_seen(
+    error: BaseException,
+    status: str,
+    chain_actor: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The report said "finished", and heads that could not be saved hid the error."""
+    plugin = FullDisk()
+    monkeypatch.setattr(MedusaPlugin, "start_from_tables", lambda *args, **more: plugin)
+    config = build_config({"heads": {"num_heads": 2}})
+    loop = RemoteAttachment(config, str(chain_actor), tmp_path)
+    loop.attach(RemoteWorkers(), Counters)
+    loop.start()
+    with pytest.raises(type(error)) as raised, loop.training():
+        raise error
+    assert raised.value is error and plugin.closed
+    assert "No space left on device" in caplog.text
+    meta = read_run(tmp_path).meta
+    assert meta["status"] == status
+    assert meta.get("extras") == ({"error": "no reward"} if status == "failed" else None)
+    loop.start()  # It may begin again.
+    loop.plugin = cast(Any, plugin)
+    with pytest.raises(OSError, match="No space"), loop.training():
+        pass  # Here it is the only error.
 
 
 class RestingPlugin:

@@ -5,6 +5,7 @@ hands each to the plugin once.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from medusa_ppo.actors.hf import HiddenTap
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
-from medusa_ppo.loops.passes import ForwardTap, RowFinder
+from medusa_ppo.loops.passes import ForwardTap, Generated, RowFinder, as_rollouts
 
 PROMPTS = ((5, 6), (7,))
 ANSWERS = ((0, (1, 2)), (0, (1, 2)), (1, (3,)), (1, (4, 4, 4)))
@@ -161,3 +162,12 @@ def test_a_pass_with_the_adapter_off_is_the_reference_policys(model: LlamaForCau
     adapted(input_ids=ids, attention_mask=attention)
     assert recorder.passes == 1 and recorder.collector.complete
     tap.close()
+
+
+def test_rows_are_counted_as_they_become_rollouts() -> None:
+    """A row with an infinite log-prob was counted and left out: the next process looked for its
+    rows one place further on.
+    """
+    logprobs = [[-0.5, -math.inf], [-0.5, None], [-0.5], [-0.5, -0.5], [math.nan, -0.5], []]
+    part = Generated([[5]] * 6, [[1, 2]] * 5 + [[]], logprobs)
+    assert part.known == len(as_rollouts(part, Sampling()).responses) == 2

@@ -10,8 +10,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +23,25 @@ import torch
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from heads.errors import CompanionError, ConfigError, DataError, ModelError
+from heads.errors import (
+    CheckpointError,
+    CompanionError,
+    ConfigError,
+    DataError,
+    ModelError,
+    RunError,
+)
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.cli.app import app
 from medusa_ppo.companion.companion_link import COMPANION_TOKEN
+from medusa_ppo.companion.parts_wire import PartHeader, write_part
+from medusa_ppo.companion.service import STATE_FILE
+from medusa_ppo.companion.wire import TableRows
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.engines.http_server import free_port
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.loops import served_companion
+from medusa_ppo.loops import tap as tap_module
 from medusa_ppo.loops.tap import CompanionTap
 from tests.medusa_ppo.loops.served_desk import ServedDesk, desk_config, served_desk
 
@@ -264,6 +277,65 @@ def test_parts_of_several_processes_are_one_batch(
         tap.close()
 
 
+class Meetings:
+    """torch.distributed's part for processes that are threads of this one."""
+
+    def __init__(self, ranks: int) -> None:
+        self._barrier = threading.Barrier(ranks, timeout=120)
+        self._told: list[torch.Tensor] = []
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any) -> None:
+        self._told.append(tensor)
+        self._barrier.wait()
+        most = torch.stack(self._told).amax(0)
+        self._barrier.wait()
+        tensor.copy_(most)
+        if self._barrier.wait() == 0:
+            self._told.clear()
+        self._barrier.wait()
+
+
+def test_each_pass_of_a_step_is_complete_whoever_has_no_rows_in_it(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process sent nothing for its second call, and the others' rows of that one were
+    dropped without the tables that only it sends.
+    """
+    monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
+    monkeypatch.setattr(tap_module.dist, "get_backend", lambda: "gloo")
+    monkeypatch.setattr(tap_module.dist, "all_reduce", Meetings(2).all_reduce)
+    own = {0: ([0], [], [0], []), 1: ([1], [1], [], [])}
+    with served_desk(chain_actor, tmp_path, draft_vocab=4) as served, contextlib.ExitStack() as st:
+        monkeypatch.setattr(served.desk, "_rows", lambda status: 64)  # However busy it is.
+        taps = []
+        for rank in own:
+            actor = load_actor(chain_actor)
+            tap = st.enter_context(CompanionTap(actor, served.address, rank=rank, ranks=2))
+            tap._meets = True
+            taps.append((tap, actor))
+
+        @torch.no_grad()
+        def run(rank: int, step: int) -> None:
+            tap, actor = taps[rank]
+            for rows in own[rank]:
+                logprobs = [[-0.5] * len(COMPLETIONS[row]) for row in rows]
+                with tap([PROMPTS[r] for r in rows], [COMPLETIONS[r] for r in rows], logprobs):
+                    if rows:
+                        score(actor, rows)
+                assert tap.drain(30) and not tap.problem
+            actor.lm_head.weight.mul_(1.01)
+            tap.updated()
+
+        for step in range(3):
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(run, own, [step] * 2))
+            assert served.desk.drain(30), "draft tokens are counted"
+        rows = [sorted(batch.response_ids_M.tolist()) for batch in served.seen]
+        assert rows == 3 * [[1, 2, 3, 3, 4], [3, 3, 4], [1, 2]]
+        assert isinstance(served.tables, TableRows) and not served.desk.wish().problem
+        assert [(tap.sent, tap.lost) for tap, _ in taps] == [(9, 0), (9, 0)]
+
+
 @torch.no_grad()
 def test_of_many_processes_some_send_a_block_and_the_others_that_they_have_none(
     whole: ServedDesk, actor: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
@@ -441,6 +513,44 @@ def test_in_the_loops_ray(chain_actor: Path, actor: LlamaForCausalLM, tmp_path: 
         assert tap.drain(60) and tap.lost == 1
 
 
+def test_a_companion_in_ray_has_a_bound_and_saves_its_state_at_its_end(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process: what its actor's methods do."""
+    monkeypatch.setattr(served_companion, "settle", lambda config: None)
+    config = desk_config(tmp_path, {"queue_bytes": 1_000_000})
+    given = served_companion._arguments(
+        config, str(chain_actor), tmp_path / "heads", tmp_path / "out"
+    )
+    monkeypatch.setattr(served_companion.ray, "get", lambda first: first)
+    actor = served_companion._DeskActor(config.companion, [given])
+    desk = actor._holder.desk
+    tables = given[1]
+    header = PartHeader(number=0, policy_version=0, ranks=2, left_out=7)
+    header = write_part(tmp_path / "part", {}, tables, header)
+    data = (tmp_path / "part").read_bytes()
+    text = header.model_dump_json()
+    most = desk.most_bytes
+    assert desk.reserve(most)
+    while desk.reserve(len(data)):
+        pass
+    taken = desk._coming
+    with pytest.raises(CompanionError, match="no room"):
+        actor.take(text, data)
+    assert desk._coming == taken
+    desk.give_back(taken)
+    for broken, error in ((data[:-8], CheckpointError), (bytes(most + 1), DataError)):
+        with pytest.raises(error):
+            actor.take(text, broken)
+    assert desk._coming == 0 and not list(desk.folder.glob("tmp*"))
+    actor.take(text, data)
+    assert desk._coming == 0 and desk._held
+    state = tmp_path / "out" / "companion" / STATE_FILE
+    assert not state.exists()
+    actor.close()
+    assert state.is_file()
+
+
 def test_the_command_says_what_it_lacks(
     chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -450,6 +560,32 @@ def test_the_command_says_what_it_lacks(
         result = CliRunner().invoke(app, [*words, *more])
         assert result.exit_code == 2 and missing in result.output, result.output
         monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
+
+
+def test_a_second_companion_in_the_same_folder_is_refused(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went on from the first one's state, and wrote it again when it ended."""
+    monkeypatch.setattr(served_companion, "settle", lambda config: None)  # This very process.
+    out = tmp_path / "out"
+    state = out / "companion" / STATE_FILE
+
+    def made() -> Any:
+        given = desk_config(tmp_path), str(chain_actor), tmp_path / "heads", out
+        return served_companion._Desk(*served_companion._arguments(*given))
+
+    holder = made()
+    holder.desk.save(state.parent)
+    written = state.stat().st_mtime_ns
+    with pytest.raises(RunError, match="Another companion writes"):
+        made()
+    assert state.stat().st_mtime_ns == written
+    holder.close()
+    state.write_bytes(b"no state")
+    with pytest.raises(CheckpointError):
+        made()
+    state.unlink()
+    made().close()  # The one that failed holds nothing.
 
 
 def chains(count: int, length: int, actor: LlamaForCausalLM, seed: int) -> list[list[int]]:

@@ -246,7 +246,7 @@ def test_where_there_are_no_locks_heads_are_trained_all_the_same(
         raise OSError(errno.ENOSYS, "Function not implemented")
 
     # Not fcntl's: the library that reads the data has locks of its own, and waits for them.
-    monkeypatch.setattr("medusa_ppo.offline.train.locked", no_locks)
+    monkeypatch.setattr("medusa_ppo.runtime.files.locked", no_locks)
     train(replace(options, epochs=1))
     assert "can't be locked (Function not implemented)" in caplog.text
 

@@ -33,6 +33,7 @@ from medusa_ppo.ppo.run_state import (
     saved_memory,
 )
 from medusa_ppo.reports.store import RunWriter
+from medusa_ppo.runtime.files import remove_unfinished
 
 
 def learner(actor) -> Learner:
@@ -166,7 +167,7 @@ def test_what_a_killed_run_had_begun_to_write_is_removed(
         with pytest.raises(ZeroDivisionError):
             save_checkpoint(run_dir, one, RunPosition(2, 2, 2.0), config)
     assert len(list(run_dir.glob(".checkpoint.new-*/actor.safetensors"))) == 1
-    checkpoint.remove_unfinished(run_dir)
+    remove_unfinished(run_dir)
     assert (
         sorted(path.name for path in run_dir.rglob(".*")) == [".notes"]
         and read_position(run_dir, config).next_step == 1
