@@ -263,6 +263,9 @@ def _run_batch(
         def run(number: int) -> float:
             # Arms share an engine, and the previous one may have changed its settings.
             arm.prepare()
+            # It may also have left this turn's prompts in the prefix cache, from which other arms'
+            # engines get nothing. A run's rollouts begin without it, too, after each sync.
+            arm.engine.forget_prompts()
             tokens = 0
             seconds = 0.0
             for group in range(groups * (LEARNING_ROUNDS if arm.choose and number < 0 else 1)):

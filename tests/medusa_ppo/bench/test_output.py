@@ -19,6 +19,7 @@ from medusa_ppo.bench.pairs import table_of
 from medusa_ppo.bench.rollout_speed import RolloutBench
 from medusa_ppo.cli.app import app
 from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.runtime.console import OfflineProgress
 
 
@@ -259,3 +260,37 @@ def test_an_arm_that_vllm_does_not_have_here_is_refused_before_anything_starts(
     monkeypatch.setattr(rollout, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install arctic-inference"):
         rollout.run_rollout(replace(bench, others=("suffix",)), OfflineProgress())
+
+
+class CachingEngine:
+    """Counts the prompt tokens that it computes; those that it has seen come from its cache."""
+
+    def __init__(self) -> None:
+        self.cached: set[tuple[int, ...]] = set()
+        self.computed: list[int] = []
+
+    def configure(self, **settings: object) -> None:
+        """Drafts nothing."""
+
+    def forget_prompts(self) -> None:
+        self.cached.clear()
+
+    def generate(self, prompts: list[tuple[int, ...]], sampling: Sampling) -> Rollouts:
+        self.computed.append(sum(len(p) for p in prompts if p not in self.cached))
+        self.cached.update(prompts)
+        found = [Response(n, (5,), (-1.0,), "length") for n in range(len(prompts))]
+        return Rollouts(tuple(prompts), tuple(found), Counters(), 1.0, sampling)
+
+
+def test_arms_that_share_an_engine_compute_their_prompts_as_the_others_do() -> None:
+    alone, shared = CachingEngine(), CachingEngine()
+    arms = [
+        rollout.Arm("none", alone),
+        rollout.Arm("ours, K = 4", shared, 4),
+        rollout.Arm("ours, K chosen", shared, 4, choose=True),
+    ]
+    bench = RolloutBench(model="m", heads="h", data="d", template="t", rounds=4)
+    prompts = [tuple(range(start, start + 50)) for start in range(100)]
+    rollout._run_batch(bench, 8, arms, prompts, lambda *_: None)
+    assert set(alone.computed) == {8 * 50}
+    assert set(shared.computed) == {8 * 50}, "every turn computes all its prompts"
