@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from heads.errors import UsageError
 from medusa_ppo.bench.bench_options import CompanionBench, HeadsBench, RolloutBench, SwapBench
 from medusa_ppo.bench.bench_page import write_bench
-from medusa_ppo.cli.command_options import options_from
+from medusa_ppo.cli.command_options import check_outputs, options_from
 from medusa_ppo.runtime.console import OfflineProgress, command, console, offline_progress, say
 
 bench = typer.Typer(
@@ -102,6 +103,15 @@ def _measure(
     """Run a benchmark, print its table and write the files."""
     from rich.table import Table
 
+    # These names are for the page and the picture, which would replace the figures.
+    if out.suffix in (".md", ".svg"):
+        raise UsageError(
+            "The figures can't have this name: a table (.md) and a plot (.svg) go next to them.",
+            given=f"--json {out}",
+            expected=f"{out.with_suffix('.json')}",
+            do="Correct --json.",
+        )
+    check_outputs(json=out)
     with offline_progress() as progress:
         result = run(options, progress)
     header, *rows = table(result)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from heads.errors import UsageError
-from medusa_ppo.cli.command_options import options_from
+from medusa_ppo.cli.command_options import check_outputs, options_from
 from medusa_ppo.predict.predict_options import PredictOptions
 from medusa_ppo.runtime.console import command, offline_progress, say
 from medusa_ppo.runtime.files import write_atomic
@@ -55,6 +55,7 @@ def predict(
     from medusa_ppo.predict.prediction import predict_on_gpu
     from medusa_ppo.reports.picture_files import draw_curves
 
+    check_outputs(json=json_file, picture=picture)
     run = load_config(options.config) if options.config else None
     name = options.model or (run.model.path if run else "")
     if not name:
