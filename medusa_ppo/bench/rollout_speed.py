@@ -29,7 +29,7 @@ from medusa_ppo.offline.collect import take_prompts
 from medusa_ppo.offline.draft_tokens import until_chosen
 from medusa_ppo.offline.scene import read_scene
 from medusa_ppo.runtime.console import OfflineProgress
-from medusa_ppo.runtime.hardware import OWN_MEMORY, find_hardware
+from medusa_ppo.runtime.hardware import OWN_MEMORY, find_hardware, settled_engine
 from medusa_ppo.runtime.processes import local_ray
 
 NONE, STOCK, FIXED, CHOSEN = "none", "stock medusa", "ours, K = {}", "ours, K chosen"
@@ -232,7 +232,12 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
                 until_chosen(width, _counting_calls(bench, arms[-1], prompts))
             for batch in bench.batches:
                 rows += _run_batch(bench, batch, arms, prompts, advance)
-    return {"rows": rows, "batches": list(bench.batches), "arms": [arm.name for arm in arms]}
+    return {
+        "rows": rows,
+        "batches": list(bench.batches),
+        "arms": [arm.name for arm in arms],
+        "dtype": settled_engine(config).dtype,
+    }
 
 
 def _counting_calls(

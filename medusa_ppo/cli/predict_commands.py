@@ -74,7 +74,7 @@ def predict(
     prediction = predict_on_gpu(question, gpu) if gpu else _on_this_cpu(question, options)
     for line in answer_lines(prediction):
         say(line)
-    checks = check_lines(prediction, options.heads or "HEADS", on_gpu=gpu is not None)
+    checks = check_lines(prediction, options.heads or "HEADS", gpu, options.dtype, options.threads)
     say("\nTo check this on such a machine:")
     for line in checks:
         say(f"  {line}")

@@ -464,16 +464,21 @@ def _pays_from(
     return 1.0 + sum(_bent(acceptance, low))
 
 
-def sequences_that_fit(question: Question, gpu: GpuFigures, drafting_bytes: float) -> int:
-    """How many sequences fit into the KV cache, with prompts and responses of mean length; at most
-    as many as asked for.
+def sequences_that_fit(
+    question: Question,
+    gpu: GpuFigures,
+    drafting_bytes: float,
+    memory_share: float = MEMORY_SHARE,
+) -> int:
+    """How many sequences fit into the KV cache of an engine with this share of the GPU's memory,
+    with prompts and responses of mean length; at most as many as asked for.
 
     Raises:
         ConfigError: the weights alone are too large.
     """
     model = question.model
     weights = BFLOAT16 * model.parameters / question.ranks
-    free = gpu.memory_bytes * MEMORY_SHARE - OTHER_BYTES - weights - drafting_bytes / question.ranks
+    free = gpu.memory_bytes * memory_share - OTHER_BYTES - weights - drafting_bytes / question.ranks
     token = BFLOAT16 * model.cache_elements / question.ranks
     fits = int(free / (token * (question.prompt + question.lengths.mean)))
     if fits < 1:
