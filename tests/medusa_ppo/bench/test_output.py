@@ -71,6 +71,24 @@ def test_the_plot_has_a_bar_for_every_ratio_and_a_line_at_one() -> None:
     assert len(bars) == 4 and len(at_one) == 2
 
 
+def test_the_plot_has_every_arm_however_many_there_are() -> None:
+    arms = {f"arm {number}": [1.0 + number / 100] for number in range(12)}
+    root = ET.fromstring(draw_ratios("t", ["1"], arms, "sequences"))
+    name = "{http://www.w3.org/2000/svg}"
+    texts = {text.text: float(text.get("y", 0)) for text in root.iter(f"{name}text")}
+    assert set(arms) <= set(texts) and {f"{1 + n / 100:.2f}" for n in range(12)} <= set(texts)
+    height = float(root.get("viewBox", "").split()[-1])
+    assert max(texts.values()) < height, "the last row of the legend is inside"
+
+
+def test_the_page_names_the_dtype_that_auto_turned_out_to_be(tmp_path: Path) -> None:
+    settings = RolloutBench("m", "h", "d", "t")
+    assert settings.dtype == "auto"
+    files = write_bench(tmp_path / "r.json", settings, {"dtype": "bfloat16"}, [["a"], ["1"]], [])
+    assert json.loads(files[0].read_text())["settings"]["dtype"] == "bfloat16"
+    assert "dtype=bfloat16" in files[1].read_text()
+
+
 def test_rollout_table_and_verdict() -> None:
     row = {
         "tokens_per_s": 200.0,
