@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from heads.errors import ConfigError
+from heads.checkpoint import save_heads
+from heads.errors import CheckpointError, ConfigError
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
 from medusa_ppo.bench import heads_table, plugin_costs
 from medusa_ppo.bench import rollout_speed as rollout
 from medusa_ppo.bench.bench_page import draw_ratios, write_bench
@@ -312,3 +316,44 @@ def test_arms_that_share_an_engine_compute_their_prompts_as_the_others_do() -> N
     rollout._run_batch(bench, 8, arms, prompts, lambda *_: None)
     assert set(alone.computed) == {8 * 50}
     assert set(shared.computed) == {8 * 50}, "every turn computes all its prompts"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"fixed": (1, 4)}, "at most 2, the heads in"),
+        ({"fixed": (2, 2)}, "Correct --fixed"),
+        ({"others": ("ngram", "ngram")}, "Correct --others"),
+        ({"batches": (1, 1)}, "Correct --batches"),
+        ({"temperature": -1.0}, "Correct --temperature"),
+        ({"temperature": float("nan")}, "Correct --temperature"),
+        ({"draft_temperature": -1.0}, "Correct --draft-temperature"),
+        ({"heads": "wide"}, "made for another actor"),
+        ({"stock_heads": "wide"}, "made for another actor"),
+        ({"stock_heads": "hydra"}, "vLLM's own Medusa can't serve"),
+    ],
+)
+def test_what_no_engine_could_do_is_refused_before_any_starts(
+    wrong: dict[str, Any],
+    says: str,
+    chain_actor: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = json.loads((chain_actor / "config.json").read_text())
+    for name, width, kind in (("right", 1, "medusa"), ("wide", 2, "medusa"), ("hydra", 1, "hydra")):
+        sizes = HeadsConfig(width * model["hidden_size"], model["vocab_size"], 2, kind)
+        save_heads(tmp_path / name, MedusaHeads(sizes))
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "1 + 1"}\n')
+
+    def started(**_: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(rollout, "local_ray", started)
+    named = {
+        key: str(tmp_path / value) if "heads" in key else value for key, value in wrong.items()
+    }
+    bench = RolloutBench(str(chain_actor), str(tmp_path / "right"), str(data), "{question}")
+    with pytest.raises((ConfigError, CheckpointError), match=re.escape(says)):
+        rollout.run_rollout(replace(bench, **named), OfflineProgress(quiet=True))
