@@ -50,8 +50,8 @@ def answer_lines(prediction: Prediction) -> list[str]:
     out += [
         f"Seconds   {prediction.source}",
         "",
-        "Tokens/s over vLLM's plain step, by running sequences and drafts. Best K 0: none is faster",
-        "than that step. K = 0: our engine without drafts, with which it compares when it chooses:",
+        "Tokens/s over vLLM's plain step, by running sequences and drafts. Best K 0: none is",
+        "faster. K = 0: our engine without drafts, with which it compares when it chooses:",
         *(
             "  " + "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
             for line in [header, *table]
