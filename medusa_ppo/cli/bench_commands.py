@@ -40,7 +40,7 @@ def rollout(options: RolloutBench, out: Out = Path("bench/rollout.json")) -> Non
     and with K chosen at every step.
 
     Example:  [bold]medusa-ppo bench rollout --model models/actor --heads heads-gsm8k
-    --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
+    --data data/test.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
     """
     # Imported when the command runs: torch and vLLM take seconds to load, and --help must not.
     from medusa_ppo.bench import rollout_speed as part

@@ -44,7 +44,10 @@ def train(
     length = result["replay_mean_acceptance_length"]
     trained = w.whole(result["tokens"])
     say(f"\nThe heads were trained on {trained} response tokens, counted again in each epoch.")
-    say("Next: medusa-ppo eval --engine vllm, with the same --model, --data and --template.")
+    say(
+        "Next: medusa-ppo eval --engine vllm, with the same --model and --template, and --data that"
+        " the heads were not trained on."
+    )
     say(
         f"The heads in {options.out} give {length:.3f} tokens per engine step on held-out"
         " responses, by replay."
@@ -67,7 +70,7 @@ def evaluate(
     interval.
 
     Example:  [bold]medusa-ppo eval --model models/actor --heads heads-gsm8k
-    --data data/train.jsonl --template 'Question: {question}\\nAnswer:' --engine vllm[/bold]
+    --data data/test.jsonl --template 'Question: {question}\\nAnswer:' --engine vllm[/bold]
     """
     from medusa_ppo.offline.evaluate import evaluate_heads
     from medusa_ppo.offline.hub import local_heads
