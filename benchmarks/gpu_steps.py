@@ -153,6 +153,8 @@ def serve(options: argparse.Namespace) -> None:
                 number = engine.max_drafts if choose else asked["drafts"]
                 engine.configure(num_drafts=number, choose=choose)
             prompts = prompts_of(options, asked["sequences"], asked["seed"])
+            # Other numbers of drafts of this arm have answered the same prompts in this round.
+            engine.forget_prompts()
             if "trace" in asked:
                 print(json.dumps(traced(engine, prompts, asked["trace"])), file=answers, flush=True)
                 continue
@@ -289,8 +291,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         for sequences in options.sequences:
             found: dict[Any, list[dict[str, Any]]] = {case: [] for case in cases}
             for number in range(-options.warm, options.rounds):
-                turn = number % len(cases)
-                for arm, drafts in [*cases[turn:], *cases[:turn]]:
+                turn = number // 2 % len(cases)
+                order = [*cases[turn:], *cases[:turn]]
+                # As in `medusa_ppo.bench.pairs`: not always after the same one.
+                for arm, drafts in reversed(order) if number % 2 else order:
                     answer = engines[arm].ask(sequences, drafts, number + 100)
                     if number >= 0:
                         found[arm, drafts].append(answer)

@@ -140,8 +140,9 @@ def paired_difference(a: ReplayResult, b: ReplayResult, confidence: float = 0.95
     first, first_S = extra_tokens(a.accepted_SK.sum(1), a.drafts_S)
     second, second_S = extra_tokens(b.accepted_SK.sum(1), b.drafts_S)
     found = student_interval(first - second, first_S - second_S, (1 - confidence) / 2)
-    most = a.accepted_SK.shape[1]
-    return Interval(found.value, max(-most, found.low), min(most, found.high))
+    # As many extra tokens per step as each has heads.
+    least, most = -b.accepted_SK.shape[1], a.accepted_SK.shape[1]
+    return Interval(found.value, max(least, found.low), min(most, found.high))
 
 
 def extra_tokens(accepted_S: torch.Tensor, drafts_S: torch.Tensor) -> tuple[float, torch.Tensor]:

@@ -52,8 +52,9 @@ class RolloutBench:
         Option(min=0, help="Fixed numbers of drafts, each an arm; 0: our engine without drafts."),
     ] = ()
     dtype: Annotated[
-        Literal["auto", "float32", "bfloat16"], Option(help="Dtype of the engines.")
-    ] = "float32"
+        Literal["auto", "float32", "bfloat16"],
+        Option(help="Dtype of the engines; auto: as a run's, bfloat16 on a GPU that has it."),
+    ] = "auto"
     eager: Annotated[
         bool,
         Option("--eager", help="Skip torch.compile: starts sooner, but is not vLLM's default."),

@@ -13,8 +13,20 @@ from medusa_ppo.bench.bench_options import Table
 from medusa_ppo.reports.store import hardware, package_versions
 from medusa_ppo.runtime.files import write_atomic
 
-# In the order of the arms; the first, in grey, is what the others are compared with.
-COLOURS = ("#888888", "#b5651d", "#8a6fb0", "#4f9fd8", "#1b5f9e")
+# In the order of the arms; the first, in grey, is what the others are compared with. More arms than
+# colours begin again.
+COLOURS = (
+    "#888888",
+    "#b5651d",
+    "#8a6fb0",
+    "#4f9fd8",
+    "#1b5f9e",
+    "#3f9b6c",
+    "#d4a017",
+    "#c0504d",
+    "#6b4f3a",
+    "#d88fb8",
+)
 # Sizes of the picture, in pixels.
 BAR = 18
 GAP = 26
@@ -41,6 +53,9 @@ def write_bench(
         key: list(value) if isinstance(value, tuple) else value
         for key, value in asdict(settings).items()
     }
+    # What it turned out to be: a reader of the file is on another machine.
+    if conditions.get("dtype") == "auto" and "dtype" in result:
+        conditions["dtype"] = result["dtype"]
     record = {
         **result,
         "settings": conditions,
@@ -100,7 +115,7 @@ def draw_ratios(
     group_width = len(series) * BAR + GAP
     # At least as wide as three names of the legend in a row.
     width = max(460, MARGIN * 2 + len(groups) * group_width)
-    height = MARGIN + PLOT_HEIGHT + 64
+    height = MARGIN + PLOT_HEIGHT + 32 + 16 * max(2, -(-len(series) // 3))
 
     def y(value: float) -> float:
         return MARGIN + PLOT_HEIGHT * (1 - value / top)
@@ -108,7 +123,8 @@ def draw_ratios(
     parts = [_text(MARGIN, 20, title, ' font-weight="bold"')]
     for index, group in enumerate(groups):
         left = MARGIN + GAP / 2 + index * group_width
-        for place, (colour, values) in enumerate(zip(COLOURS, series.values(), strict=False)):
+        for place, values in enumerate(series.values()):
+            colour = COLOURS[place % len(COLOURS)]
             x = left + place * BAR
             above = y(values[index])
             parts.append(_box(x, above, BAR - 3, MARGIN + PLOT_HEIGHT - above, colour))
@@ -128,7 +144,8 @@ def draw_ratios(
         f'<line x1="{MARGIN}" x2="{width - MARGIN}" y1="{y(1):.1f}" y2="{y(1):.1f}" stroke="#333"'
         ' stroke-dasharray="4 3"/>'
     )
-    for place, (colour, name) in enumerate(zip(COLOURS, series, strict=False)):
+    for place, name in enumerate(series):
+        colour = COLOURS[place % len(COLOURS)]
         x = MARGIN + (place % 3) * 130
         row = MARGIN + PLOT_HEIGHT + 36 + (place // 3) * 16
         parts += [_box(x, row - 9, 10, 10, colour), _text(x + 15, row, name)]

@@ -52,8 +52,8 @@ class PairedRates:
 def run_rounds(
     arms: Mapping[str, Callable[[int], float]], base: str, rounds: int, warmup: int = 1
 ) -> PairedRates:
-    """Run every arm once per round, in rotating order, so that an arm does not always run after the
-    same one.
+    """Run every arm once per round, in rotating order, and in each order forwards and backwards, so
+    that an arm does not always run after the same one.
 
     Args:
         arms: name -> function that takes the round's number, does the work and returns its rate.
@@ -65,8 +65,9 @@ def run_rounds(
     rates: dict[str, list[float]] = {name: [] for name in names}
     # Warm-up rounds have negative numbers, so that an arm can tell them from counted ones.
     for number in range(-warmup, rounds):
-        turn = number % len(names)
-        for name in [*names[turn:], *names[:turn]]:
+        turn = number // 2 % len(names)
+        order = [*names[turn:], *names[:turn]]
+        for name in reversed(order) if number % 2 else order:
             rate = arms[name](number)
             if number >= 0:
                 rates[name].append(rate)

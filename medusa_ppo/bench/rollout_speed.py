@@ -5,6 +5,7 @@ of running sequences.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import statistics
 import tempfile
@@ -29,7 +30,7 @@ from medusa_ppo.offline.collect import take_prompts
 from medusa_ppo.offline.draft_tokens import until_chosen
 from medusa_ppo.offline.scene import read_scene
 from medusa_ppo.runtime.console import OfflineProgress
-from medusa_ppo.runtime.hardware import OWN_MEMORY, find_hardware
+from medusa_ppo.runtime.hardware import OWN_MEMORY, find_hardware, settled_engine
 from medusa_ppo.runtime.processes import local_ray
 
 NONE, STOCK, FIXED, CHOSEN = "none", "stock medusa", "ours, K = {}", "ours, K chosen"
@@ -130,6 +131,58 @@ def running_arms(
         ]
 
 
+def _check_options(bench: RolloutBench) -> None:
+    """Refuse what would otherwise show only in the first round, minutes later, or not at all."""
+    for option, parts in (
+        ("batches", bench.batches),
+        ("fixed", bench.fixed),
+        ("others", bench.others),
+    ):
+        # Rows are told apart by their names.
+        if len(set(parts)) < len(parts):
+            raise ConfigError(
+                f"--{option} names something twice.",
+                given=",".join(map(str, parts)),
+                expected="each once",
+                do=f"Correct --{option}.",
+            )
+    for option, value in (
+        ("temperature", bench.temperature),
+        ("draft-temperature", bench.draft_temperature),
+    ):
+        if not 0 <= value < math.inf:
+            raise ConfigError(
+                "This temperature can't be used.",
+                given=f"--{option} {value:g}",
+                expected="0 (always the most likely token) or more",
+                do=f"Correct --{option}.",
+            )
+
+
+def _check_heads(bench: RolloutBench, most: int) -> None:
+    """Refuse numbers of drafts that the heads don't have, and heads that vLLM's own Medusa can't
+    serve. Ours have been compared with the actor by now.
+    """
+    if max(bench.fixed, default=0) > most:
+        raise ConfigError(
+            "There are more drafts than heads.",
+            given=f"--fixed {','.join(map(str, bench.fixed))}",
+            expected=f"at most {most}, the heads in {bench.heads}",
+            do="Correct --fixed.",
+        )
+    if not bench.stock_heads:
+        return
+    ours = read_heads_config(bench.heads, 0, 0)
+    stock = read_heads_config(bench.stock_heads, ours.hidden_size, ours.vocab_size)
+    if stock.kind != "medusa":
+        raise ConfigError(
+            "vLLM's own Medusa can't serve these heads.",
+            given=f"kind {stock.kind} in {bench.stock_heads}",
+            expected="medusa",
+            do="Train heads of that kind, or leave this arm out.",
+        )
+
+
 def _others(names: Sequence[str]) -> list[str]:
     names = [name for name in names if name != NONE]
     for name in names:
@@ -159,14 +212,6 @@ def _stock_plan(plain: LaunchPlan, drafts: int, stock_heads: str, scratch: Path)
     """vLLM's own Medusa module and lm_head products. The patches of the CPU build stay: without
     them its samples are wrong.
     """
-    kind = read_heads_config(stock_heads, 0, 0).kind
-    if kind != "medusa":
-        raise ConfigError(
-            "vLLM's own Medusa can't serve these heads.",
-            given=f"kind {kind} in {stock_heads}",
-            expected="medusa",
-            do="Train heads of that kind, or leave this arm out.",
-        )
     folder = scratch / "stock-heads"
     # A copy, because its configuration is changed below.
     shutil.copytree(stock_heads, folder)
@@ -189,6 +234,7 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
         ModelError, DataError, CheckpointError, ConfigError: before anything starts.
         EngineError: an engine failed.
     """
+    _check_options(bench)
     others = _others(bench.others)
     prompts = read_scene(bench.model, bench.data, bench.template, bench.max_new_tokens).prompts
     engines = 2 + bool(bench.stock_heads) + len(others)
@@ -204,6 +250,8 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
         # Only one engine computes at a time, but all of them keep their memory.
         memory_fraction=OWN_MEMORY / engines if find_hardware().gpus else None,
     )
+    ours = plan_launch(bench.model, bench.heads, config, bench.seed)
+    _check_heads(bench, ours.max_drafts)
     progress.say("Starting the engines, one process for each ...")
     rows: list[dict[str, Any]] = []
     with (
@@ -226,13 +274,16 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
             ) as advance,
         ):
             # `plan_launch` has replaced -1 as it does for a run.
-            if width := plan_launch(bench.model, bench.heads, config, bench.seed).drafting.get(
-                "draft_vocab"
-            ):
+            if width := ours.drafting.get("draft_vocab"):
                 until_chosen(width, _counting_calls(bench, arms[-1], prompts))
             for batch in bench.batches:
                 rows += _run_batch(bench, batch, arms, prompts, advance)
-    return {"rows": rows, "batches": list(bench.batches), "arms": [arm.name for arm in arms]}
+    return {
+        "rows": rows,
+        "batches": list(bench.batches),
+        "arms": [arm.name for arm in arms],
+        "dtype": settled_engine(config).dtype,
+    }
 
 
 def _counting_calls(
@@ -263,6 +314,9 @@ def _run_batch(
         def run(number: int) -> float:
             # Arms share an engine, and the previous one may have changed its settings.
             arm.prepare()
+            # It may also have left this turn's prompts in the prefix cache, from which other arms'
+            # engines get nothing. A run's rollouts begin without it, too, after each sync.
+            arm.engine.forget_prompts()
             tokens = 0
             seconds = 0.0
             for group in range(groups * (LEARNING_ROUNDS if arm.choose and number < 0 else 1)):

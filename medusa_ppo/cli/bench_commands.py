@@ -8,9 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
+from heads.errors import UsageError
 from medusa_ppo.bench.bench_options import CompanionBench, HeadsBench, RolloutBench, SwapBench
 from medusa_ppo.bench.bench_page import write_bench
-from medusa_ppo.cli.command_options import options_from
+from medusa_ppo.cli.command_options import check_outputs, options_from
 from medusa_ppo.runtime.console import OfflineProgress, command, console, offline_progress, say
 
 bench = typer.Typer(
@@ -39,7 +40,7 @@ def rollout(options: RolloutBench, out: Out = Path("bench/rollout.json")) -> Non
     and with K chosen at every step.
 
     Example:  [bold]medusa-ppo bench rollout --model models/actor --heads heads-gsm8k
-    --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
+    --data data/test.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
     """
     # Imported when the command runs: torch and vLLM take seconds to load, and --help must not.
     from medusa_ppo.bench import rollout_speed as part
@@ -102,6 +103,15 @@ def _measure(
     """Run a benchmark, print its table and write the files."""
     from rich.table import Table
 
+    # These names are for the page and the picture, which would replace the figures.
+    if out.suffix in (".md", ".svg"):
+        raise UsageError(
+            "The figures can't have this name: a table (.md) and a plot (.svg) go next to them.",
+            given=f"--json {out}",
+            expected=f"{out.with_suffix('.json')}",
+            do="Correct --json.",
+        )
+    check_outputs(json=out)
     with offline_progress() as progress:
         result = run(options, progress)
     header, *rows = table(result)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from heads.errors import ConfigError
+from heads.errors import ConfigError, UsageError
 
 Config = Annotated[
     Path, typer.Option(help="YAML file of the run, or the name of a preset in configs/.")
@@ -58,6 +59,34 @@ def options_from(kind: type[Any]) -> Callable[[Callable[..., None]], Callable[..
         return run
 
     return wrap
+
+
+def check_outputs(**files: Path | None) -> None:
+    """Check that these options' files can be written, before the work whose figures they are for.
+
+    Raises:
+        UsageError: one is a folder, or is in one that can't be written to.
+    """
+    for option, path in files.items():
+        if path is None:
+            continue
+        problem = ""
+        if path.is_dir():
+            problem = "This is a folder."
+        else:
+            # Missing folders are created in the last one that exists.
+            folder = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+            if not folder.is_dir():
+                problem = f"{folder} is no folder."
+            elif not os.access(folder, os.W_OK | os.X_OK):
+                problem = f"{folder} can't be written to by this user."
+        if problem:
+            raise UsageError(
+                f"The file of --{option} can't be written. {problem}",
+                given=str(path),
+                expected="a file, in a folder that can be written to",
+                do=f"Correct --{option}.",
+            )
 
 
 def _option_parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:

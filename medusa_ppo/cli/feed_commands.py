@@ -56,11 +56,19 @@ def list_versions(address: Address) -> None:
 
     Example:  [bold]medusa-ppo feed list feed/[/bold]
     """
+    from medusa_ppo.feeds.folder_feed import FolderFeed
     from medusa_ppo.feeds.http_feed import open_feed
 
     place = open_feed(address)
     manifest = place.manifest()
     if manifest is None:
+        if isinstance(place, FolderFeed) and not place.folder.is_dir():
+            raise FeedError(
+                "There is no such feed.",
+                given=address,
+                expected="a folder; the first published heads create it",
+                do="Give the folder or address that companion.feed names, or wait for these heads.",
+            )
         say(f"{place.address}: nothing has been published yet.")
         return
     config = manifest.actor.config

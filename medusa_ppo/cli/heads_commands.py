@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from medusa_ppo.cli.command_options import options_from
+from medusa_ppo.cli.command_options import check_outputs, options_from
 from medusa_ppo.offline.options import EvalOptions, TrainOptions
 from medusa_ppo.runtime import wording as w
 from medusa_ppo.runtime.console import command, offline_progress, say
@@ -44,7 +44,10 @@ def train(
     length = result["replay_mean_acceptance_length"]
     trained = w.whole(result["tokens"])
     say(f"\nThe heads were trained on {trained} response tokens, counted again in each epoch.")
-    say("Next: medusa-ppo eval --engine vllm, with the same --model, --data and --template.")
+    say(
+        "Next: medusa-ppo eval --engine vllm, with the same --model and --template, and --data that"
+        " the heads were not trained on."
+    )
     say(
         f"The heads in {options.out} give {length:.3f} tokens per engine step on held-out"
         " responses, by replay."
@@ -67,24 +70,26 @@ def evaluate(
     interval.
 
     Example:  [bold]medusa-ppo eval --model models/actor --heads heads-gsm8k
-    --data data/train.jsonl --template 'Question: {question}\\nAnswer:' --engine vllm[/bold]
+    --data data/test.jsonl --template 'Question: {question}\\nAnswer:' --engine vllm[/bold]
     """
     from medusa_ppo.offline.evaluate import evaluate_heads
     from medusa_ppo.offline.hub import local_heads
     from medusa_ppo.reports.evaluation import lines, markdown_report, render_eval_page
 
+    check_outputs(json=json_file, markdown=markdown, html=html)
     with offline_progress() as progress:
         # Pulled from the hub first, if need be: evaluation itself only reads folders.
         pulled = dataclasses.replace(options, heads=str(local_heads(options.heads)))
         result = evaluate_heads(pulled, progress)
+    # Print first: a file that can't be written must not lose the figures.
+    for line in lines(result):
+        say(line)
     if json_file:
         write_atomic(json_file, json.dumps(result, indent=1) + "\n")
     if markdown:
         write_atomic(markdown, markdown_report(result))
     if html:
         write_atomic(html, render_eval_page(result))
-    for line in lines(result):
-        say(line)
 
 
 @command

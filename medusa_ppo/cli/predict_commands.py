@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from heads.errors import UsageError
-from medusa_ppo.cli.command_options import options_from
+from medusa_ppo.cli.command_options import check_outputs, options_from
 from medusa_ppo.predict.predict_options import PredictOptions
 from medusa_ppo.runtime.console import command, offline_progress, say
 from medusa_ppo.runtime.files import write_atomic
@@ -55,6 +55,7 @@ def predict(
     from medusa_ppo.predict.prediction import predict_on_gpu
     from medusa_ppo.reports.picture_files import draw_curves
 
+    check_outputs(json=json_file, picture=picture)
     run = load_config(options.config) if options.config else None
     name = options.model or (run.model.path if run else "")
     if not name:
@@ -73,7 +74,7 @@ def predict(
     prediction = predict_on_gpu(question, gpu) if gpu else _on_this_cpu(question, options)
     for line in answer_lines(prediction):
         say(line)
-    checks = check_lines(prediction, options.heads or "HEADS", on_gpu=gpu is not None)
+    checks = check_lines(prediction, options.heads or "HEADS", gpu, options.dtype, options.threads)
     say("\nTo check this on such a machine:")
     for line in checks:
         say(f"  {line}")

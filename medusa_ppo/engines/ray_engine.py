@@ -278,6 +278,7 @@ class RayEngine(base.RolloutEngine):
     counters = _forwarded("counters")
     plugin_report = _forwarded("plugin_report")
     choices = _forwarded("choices")
+    forget_prompts = _forwarded("forget_prompts")
     remember = _forwarded("remember")
     probe = _forwarded("probe")
     sleep = _forwarded("sleep")

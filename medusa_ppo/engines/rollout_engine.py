@@ -157,6 +157,12 @@ class RolloutEngine(ABC):
         """
         return []
 
+    def forget_prompts(self) -> None:
+        """Drop all cached prompts, as a sync does: the next call computes its own anew. Raises
+        EngineError if requests hold them.
+        """
+        raise self._only_colocated("can't drop its cached prompts", "Use one engine, not a pool.")
+
     def remember(self, rows: Sequence[Row]) -> int:
         """Put responses that others have written into its memory; returns the bytes that it then
         holds, 0 without a memory (`engine.memory_bytes`).
@@ -245,16 +251,19 @@ class WorkerEngine(RolloutEngine):
 
     def _has_actor(self, receipt: SwapReceipt, started: float) -> SwapReceipt:
         """The model has new weights, but cached prompts were computed with the old ones."""
+        self.forget_prompts()
+        self.policy_version = receipt.version
+        return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
+
+    def forget_prompts(self) -> None:
         if not self._forget_prompts():
             raise EngineError(
                 "The prefix cache could not be reset.",
                 given="requests or a transfer of keys and values that hold its blocks",
                 expected="an idle engine",
-                do="Sync again when they are done: until then old keys may be used with new "
-                "weights.",
+                do="Try again when they are done; after a sync, sync again: until then old keys may"
+                " be used with new weights.",
             )
-        self.policy_version = receipt.version
-        return SwapReceipt(receipt.version, receipt.checksum, time.perf_counter() - started)
 
     @abstractmethod
     def _forget_prompts(self) -> bool:

@@ -233,5 +233,5 @@ def damaged(address: str, found: str) -> FeedError:
         "The feed's manifest is damaged.",
         given=f"{address}: {found[:500]}",
         expected=f"{MANIFEST} of format {FORMAT_VERSION}",
-        do="Inspect it with `medusa-ppo feed list`, and publish to an empty feed.",
+        do=f"Look at {MANIFEST} itself, and publish to an empty feed.",
     )

@@ -5,6 +5,7 @@ category, and compared with other heads.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import count, pairwise, zip_longest
@@ -121,7 +122,12 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         model = AutoConfig.from_pretrained(options.model).get_text_config()
         sizes = {"hidden_size": model.hidden_size, "vocab_size": model.vocab_size}
     folders = [Path(options.heads), *([options.compare] if options.compare else [])]
-    heads = [load_heads(folder, **sizes)[0] for folder in folders]
+    loaded = [load_heads(folder, **sizes) for folder in folders]
+    heads = [one for one, _ in loaded]
+    # Said before the work, in which one may still think better of it, and with the figures.
+    known = known_data(options.data, [metadata.metadata for _, metadata in loaded])
+    if known:
+        progress.say(known)
     # Before all work: heads that can't draft from some tokens only are refused here.
     widths = [draft_width(one.config, options.draft_vocab) for one in heads]
     scene = _read(options)
@@ -161,8 +167,27 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         **several,
         "prompts": len(scene.prompts),
         "prompts_left_out": scene.skipped,
+        **({"warning": known} if known else {}),
         "settings": {**settings, "temperature": rows[0]["temperature"]},
     }
+
+
+def known_data(data: str, notes: Sequence[Mapping[str, Any]]) -> str:
+    """A warning if heads with such notes (of `medusa-ppo train`) were trained on this data; empty
+    if none is known to be.
+    """
+    for note in notes:
+        options = note.get("options")
+        trained_on = options.get("data") if isinstance(options, Mapping) else None
+        if not isinstance(trained_on, str) or not trained_on:
+            continue
+        # A path may be written in several ways; this leaves names of the hub different, too.
+        if os.path.abspath(trained_on) == os.path.abspath(data):
+            return (
+                f"These heads were trained on {data}: on other prompts fewer drafts are accepted."
+                " Measure them with --data that they don't know."
+            )
+    return ""
 
 
 def _check_temperatures(options: EvalOptions) -> None:

@@ -32,7 +32,7 @@ from medusa_ppo.engines.launch import with_all_heads
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.offline.collect import PROMPTS_PER_ROUND, chat_prompt, check_template, is_chat
-from medusa_ppo.offline.options import TrainOptions
+from medusa_ppo.offline.options import COMPANION, TrainOptions
 from medusa_ppo.reports.run_files import PROMPT_IDS, RESPONSE_IDS
 from medusa_ppo.runtime.data import Row, load_rows, render_prompts, require_column, stream_rows
 from medusa_ppo.runtime.hardware import cpu_has_bfloat16
@@ -336,6 +336,14 @@ def train_scene(options: TrainOptions) -> Scene:
                 "Train at --temperature 1: at temperature 0 the engine drafts these heads' most"
                 " likely tokens."
             ),
+        )
+    # The trainer's own section refuses it only when the responses are written.
+    if not 0 < options.learning_rate < math.inf:
+        raise ConfigError(
+            "Heads can't be trained at this learning rate.",
+            given=f"--learning-rate {options.learning_rate:g}",
+            expected=f"a number above 0, like {COMPANION.learning_rate:g}",
+            do="Correct --learning-rate.",
         )
     return read_scene(
         options.model,

@@ -9,13 +9,13 @@ def answer_lines(prediction: Prediction) -> list[str]:
     """The lines that `medusa-ppo predict` prints."""
     asked = prediction.question
     best = max(range(len(asked.acceptance)), default=0) + 1
-    header = ["running", "best K", "pays from", *(f"K = {k}" for k in range(1, best + 1))]
+    header = ["running", "best K", "pays from", *(f"K = {k}" for k in range(best + 1))]
     table = [
         [
             f"{row.sequences}",
             f"{row.best}",
             f"{row.pays_from:.2f}",
-            *(f"{value:.2f}" for value in row.speedups),
+            *(f"{value:.2f}" for value in (row.without_drafts, *row.speedups)),
         ]
         for row in prediction.rows
     ]
@@ -50,7 +50,8 @@ def answer_lines(prediction: Prediction) -> list[str]:
     out += [
         f"Seconds   {prediction.source}",
         "",
-        "Tokens/s over vLLM's plain step, by running sequences and drafts:",
+        "Tokens/s over vLLM's plain step, by running sequences and drafts. Best K 0: none is",
+        "faster. K = 0: our engine without drafts, with which it compares when it chooses:",
         *(
             "  " + "  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True))
             for line in [header, *table]

@@ -9,16 +9,30 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 
-from medusa_ppo.predict.prediction import Prediction
+from heads.errors import ConfigError
+from medusa_ppo.predict.draft_work import HeadsDrafter
+from medusa_ppo.predict.gpus import GpuFigures
+from medusa_ppo.predict.prediction import MEMORY_SHARE, Prediction, sequences_that_fit
 
 FOLDER = "any-heads"
 """Folder for the configuration of untrained heads, which have no weight file."""
 
 
-def check_lines(prediction: Prediction, heads: str = "HEADS", on_gpu: bool = True) -> list[str]:
+def check_lines(
+    prediction: Prediction,
+    heads: str,
+    gpu: GpuFigures | None,
+    dtype: str = "bfloat16",
+    threads: int = 2,
+) -> list[str]:
     """Shell lines: vLLM plain, vLLM with synthetic acceptance, ours with real heads; on a CPU only
     the last, because vLLM has no synthetic acceptance there.
+
+    Args:
+        gpu: None: the prediction is for a CPU, with this dtype and number of threads; that for a
+            GPU is for bfloat16.
     """
     asked = prediction.question
     sequences = prediction.drafted_slots
@@ -55,13 +69,9 @@ def check_lines(prediction: Prediction, heads: str = "HEADS", on_gpu: bool = Tru
         f" --random-input-len {asked.prompt} --random-output-len {length} --ignore-eos"
         f" --temperature 1 --num-prompts {len(asked.lengths.tokens)} --max-concurrency {sequences}"
     )
-    batches = ",".join(str(row.sequences) for row in prediction.rows[::2])
-    fixed = ",".join(str(count) for count in range(1, len(asked.acceptance) + 1))
-    ours = (
-        f"medusa-ppo bench rollout --model {name} --heads {shlex.quote(heads)} --data DATA"
-        f" --template TEMPLATE --batches {batches} --fixed {fixed} --max-new-tokens {length}"
-    )
-    if not on_gpu:
+    if gpu is None:
+        batches = [row.sequences for row in prediction.rows[::2]]
+        ours = _bench_line(prediction, heads, batches, f"--dtype {dtype} --threads {threads}")
         return ["# with trained heads, on your prompts", ours]
     return [
         "# 1. vLLM without speculation",
@@ -73,6 +83,43 @@ def check_lines(prediction: Prediction, heads: str = "HEADS", on_gpu: bool = Tru
         # Our plugin refuses rates that would change the samples; here the samples don't matter.
         f"VLLM_PLUGINS=none {serve} --speculative-config {shlex.quote(json.dumps(speculative))}",
         bench,
-        "# 3. with trained heads, on your prompts",
-        ours,
+        *_with_trained_heads(prediction, heads, gpu),
     ]
+
+
+def _with_trained_heads(prediction: Prediction, heads: str, gpu: GpuFigures) -> list[str]:
+    """The third check, as far as the GPU's memory holds several engines at once."""
+    asked = prediction.question
+    if asked.ranks > 1:
+        return [
+            "# 3. with trained heads: `medusa-ppo bench rollout` starts engines of one GPU, not of"
+            f" {asked.ranks}",
+        ]
+    drafter = HeadsDrafter(asked.heads, asked.width or asked.model.vocab)
+    # Without speculation and ours; with n-grams, too, if there is room.
+    for engines, others in ((3, ""), (2, " --others none")):
+        try:
+            room = sequences_that_fit(
+                asked, gpu, drafter.kept_bytes(asked.sequences), MEMORY_SHARE / engines
+            )
+        except ConfigError:
+            continue
+        batches = [row.sequences for row in prediction.rows[::2] if row.sequences <= room]
+        return [
+            f"# 3. with trained heads, on your prompts; {engines} engines share the GPU's memory",
+            _bench_line(prediction, heads, batches, f"--dtype bfloat16{others}"),
+        ]
+    return [
+        "# 3. with trained heads: `medusa-ppo bench rollout` starts two engines beside each other,"
+        f" and half of one {gpu.name.upper()}'s memory does not hold this model",
+    ]
+
+
+def _bench_line(prediction: Prediction, heads: str, batches: Sequence[int], more: str) -> str:
+    asked = prediction.question
+    fixed = ",".join(str(count) for count in range(1, len(asked.acceptance) + 1))
+    return (
+        f"medusa-ppo bench rollout --model {shlex.quote(asked.name)} --heads {shlex.quote(heads)}"
+        f" --data DATA --template TEMPLATE --batches {','.join(map(str, batches))} --fixed {fixed}"
+        f" --max-new-tokens {round(asked.lengths.mean)} {more}"
+    )

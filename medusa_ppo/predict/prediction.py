@@ -205,12 +205,15 @@ class SizeRow:
         speedups: tokens/s over vLLM's plain step, with 1, 2, ... drafts.
         best: number of drafts that gains most; 0: none is faster than vLLM's plain step.
         pays_from: mean acceptance length above which the fastest number of drafts pays.
+        without_drafts: tokens/s over vLLM's plain step of an engine with heads that drafts nothing,
+            which is what it chooses if no number of drafts is faster than that.
     """
 
     sequences: int
     speedups: tuple[float, ...]
     best: int
     pays_from: float
+    without_drafts: float
 
 
 @dataclass(frozen=True)
@@ -424,7 +427,8 @@ def _size_rows(model: RolloutModel, acceptance: Sequence[float]) -> Iterator[Siz
             (1.0 + sum(acceptance[:drafts])) / price for drafts, price in enumerate(prices, 1)
         )
         best = max(range(len(speedups)), key=speedups.__getitem__)
-        yield SizeRow(sequences, speedups, best + 1 if speedups[best] > 1 else 0, prices[best])
+        pays = best + 1 if speedups[best] > 1 else 0
+        yield SizeRow(sequences, speedups, pays, prices[best], 1.0 / model.price(sequences, 0))
 
 
 def _scaled(acceptance: Sequence[float], factor: float) -> tuple[float, ...]:
@@ -464,16 +468,21 @@ def _pays_from(
     return 1.0 + sum(_bent(acceptance, low))
 
 
-def sequences_that_fit(question: Question, gpu: GpuFigures, drafting_bytes: float) -> int:
-    """How many sequences fit into the KV cache, with prompts and responses of mean length; at most
-    as many as asked for.
+def sequences_that_fit(
+    question: Question,
+    gpu: GpuFigures,
+    drafting_bytes: float,
+    memory_share: float = MEMORY_SHARE,
+) -> int:
+    """How many sequences fit into the KV cache of an engine with this share of the GPU's memory,
+    with prompts and responses of mean length; at most as many as asked for.
 
     Raises:
         ConfigError: the weights alone are too large.
     """
     model = question.model
     weights = BFLOAT16 * model.parameters / question.ranks
-    free = gpu.memory_bytes * MEMORY_SHARE - OTHER_BYTES - weights - drafting_bytes / question.ranks
+    free = gpu.memory_bytes * memory_share - OTHER_BYTES - weights - drafting_bytes / question.ranks
     token = BFLOAT16 * model.cache_elements / question.ranks
     fits = int(free / (token * (question.prompt + question.lengths.mean)))
     if fits < 1:

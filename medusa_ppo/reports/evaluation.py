@@ -49,6 +49,8 @@ def lines(result: Figures) -> list[str]:
         shown += ["", *aligned([part.header, *part.rows])]
     for title, rows in breakdowns(result):
         shown += ["", title, *aligned(rows)]
+    if "warning" in result:
+        shown += ["", result["warning"]]
     return shown
 
 
@@ -162,7 +164,8 @@ def headline(result: Figures) -> str:
     prompts = f"{result['prompts']} prompts"
     if left_out:
         prompts += f" ({left_out} more were too long)"
-    return f"{length}, {prompts}, {written}."
+    warning = f" {result['warning']}" if "warning" in result else ""
+    return f"{length}, {prompts}, {written}.{warning}"
 
 
 def method(result: Figures) -> str:

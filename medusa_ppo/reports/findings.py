@@ -194,7 +194,7 @@ def _of_worth(run: Run, summary: Summary) -> Iterator[Finding]:
             text,
             "Draft fewer tokens (engine.num_drafts), or none while batches are large.",
         )
-    counts = [row["steps"] for step in run.steps for row in step.get(m.DRAFT_CHOICES) or []]
+    counts = [row["steps"] for row in run.draft_choices()]
     steps = sum(sum(row) for row in counts)
     without = sum(row[0] for row in counts if row)
     if steps >= ENOUGH_STEPS and without >= NEVER_PAID_SHARE * steps:
@@ -202,10 +202,14 @@ def _of_worth(run: Run, summary: Summary) -> Iterator[Finding]:
             f"Drafts were not worth their time in {w.percent(without / steps)} of the engine's"
             " steps."
         )
-        do = (
-            "Start the next run without the plugin (companion.enabled=false): an engine that is "
-            "set up for drafts can't schedule asynchronously, as vLLM does by default on a GPU."
-        )
+        do = "Start the next run without the plugin (companion.enabled=false)."
+        runner, stop_below = run.setting("engine", "runner"), run.setting("engine", "stop_below")
+        if runner == "v1" or stop_below:
+            named = "engine.stop_below" if stop_below else "engine.runner=v1"
+            do = (
+                "Start the next run without the plugin (companion.enabled=false): with"
+                f" {named} an engine can't schedule steps ahead, as vLLM does by default on a GPU."
+            )
         yield Finding("drafts_never_paid", text, do)
     ratio = summary["step_ratio"]
     pairs = summary["step_pairs"]

@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -93,6 +94,25 @@ class Run:
     def column(self, name: str) -> list[float | None]:
         """One metric over all steps; None where it is missing, null or not a finite number."""
         return [number(step.get(name)) for step in self.steps]
+
+    def draft_choices(self) -> Iterator[dict[str, Any]]:
+        """Rows of running sequences, steps by number of drafts, and the engine's estimate, of all
+        steps; what is not such a row is left out.
+        """
+        for step in self.steps:
+            rows = step.get(metrics.DRAFT_CHOICES)
+            for row in rows if isinstance(rows, list) else ():
+                if not isinstance(row, dict):
+                    continue
+                running, counts = number(row.get("running")), row.get("steps")
+                if running is None or running < 1 or not isinstance(counts, list):
+                    continue
+                if all(number(count) is not None and count >= 0 for count in counts):
+                    yield {
+                        "running": int(running),
+                        "steps": counts,
+                        "speedup": number(row.get("speedup")),
+                    }
 
     def step_numbers(self) -> list[int]:
         return [int(step[metrics.STEP]) for step in self.steps]

@@ -367,8 +367,8 @@ class ChoiceRow(NamedTuple):
 def choice_rows(run: Run) -> list[ChoiceRow]:
     """Chosen K by running sequences, over the whole run; empty if the engine did not choose."""
     steps: dict[int, list[int]] = {}
-    speedup: dict[int, float] = {}
-    for row in (row for step in run.steps for row in step.get(m.DRAFT_CHOICES) or []):
+    speedup: dict[int, float | None] = {}
+    for row in run.draft_choices():
         # Rows end with the largest K that was chosen, so they differ in length.
         both = zip_longest(steps.get(row["running"], []), row["steps"], fillvalue=0)
         steps[row["running"]] = [before + now for before, now in both]
@@ -384,7 +384,7 @@ def choice_rows(run: Run) -> list[ChoiceRow]:
                 label,
                 total,
                 [count / total if total else 0.0 for count in counts],
-                number(speedup[running]),
+                speedup[running],
             )
         )
     return rows

@@ -43,15 +43,18 @@ LINE_WIDTH = 100
 """Columns of a line in a log or a terminal."""
 FAILED = 1
 INTERRUPTED = 130
-# Disk errors can come from any write, as bare OSErrors without our advice. The user has to solve
-# them, and need not report them to us.
+# Errors of files can come from any access, as bare OSErrors without our advice. The user has to
+# solve them, and need not report them to us.
+REPORT = "run the same command with --debug and report what it prints."
 NO_SPACE = "make room on the disk; a run continues with --resume."
-NO_WRITING = "give the folder to this user, or choose another with out=FOLDER."
+NO_ACCESS = "give {path} to this user, or choose another place (for a run: out=FOLDER)."
+WRONG_PATH = f"correct the path {{path}}; if no option or setting of yours has it, {REPORT}"
 DISK: dict[int | None, str] = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), NO_SPACE),
-    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), NO_WRITING),
+    **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), NO_ACCESS),
+    **dict.fromkeys((errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST), WRONG_PATH),
 }
-"""What to do about a disk that can't be written to."""
+"""What to do about a path that can't be read or written."""
 
 console = Console()
 errors = Console(stderr=True)
@@ -85,14 +88,21 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
             _show(error, str(error))
             raise typer.Exit(error.exit_code) from None
         except Exception as error:
-            do = DISK.get(
-                getattr(error, "errno", None),
-                "run the same command with --debug and report what it prints.",
-            )
-            _show(error, f"{type(error).__name__}: {error}\n  do this:  {do}")
+            _show(error, f"{type(error).__name__}: {error}\n  do this:  {_advice(error)}")
             raise typer.Exit(FAILED) from None
 
     return run
+
+
+def _advice(error: Exception) -> str:
+    """What to do about an error that is none of ours."""
+    if not isinstance(error, OSError):
+        return REPORT
+    # A rename names the temporary file first, which nobody has given.
+    path = error.filename2 or error.filename
+    advice = DISK.get(error.errno, REPORT)
+    # Without a path, as of a pipe, there is nothing to correct.
+    return REPORT if advice == WRONG_PATH and not path else advice.format(path=path or "the folder")
 
 
 def say(text: object) -> None:

@@ -221,7 +221,7 @@ def _load(name: str, split: str, streaming: bool = False) -> Any:
             "There is no such data file.",
             given=path,
             expected=", ".join(near[:8]) or "an existing file",
-            do="Correct data.path.",
+            do="Correct the path: --data, or data.path of a run.",
         )
     kind = FILE_TYPES.get(path.suffix)
     if kind is None:

@@ -467,6 +467,16 @@ def test_one_observation_says_nothing_beyond_what_is_possible() -> None:
     assert (difference.value, difference.low, difference.high) == (0.0, -2.0, 2.0)
 
 
+def test_a_difference_between_few_and_many_heads_is_inside_its_interval() -> None:
+    # One observation: the interval is all that is possible.
+    few = replay_probabilities(torch.full((30, 2), 0.3), torch.tensor([30]))
+    many = replay_probabilities(torch.full((30, 8), 0.95), torch.tensor([30]))
+    for first, second, low, high in ((few, many, -8.0, 2.0), (many, few, -2.0, 8.0)):
+        difference = paired_difference(first, second)
+        assert (difference.low, difference.high) == (low, high)
+        assert low < difference.value < high
+
+
 def test_quantiles_are_students() -> None:
     from scipy import stats
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from heads.errors import ConfigError
+from heads.checkpoint import save_heads
+from heads.errors import CheckpointError, ConfigError
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
 from medusa_ppo.bench import heads_table, plugin_costs
 from medusa_ppo.bench import rollout_speed as rollout
 from medusa_ppo.bench.bench_page import draw_ratios, write_bench
@@ -19,6 +23,7 @@ from medusa_ppo.bench.pairs import table_of
 from medusa_ppo.bench.rollout_speed import RolloutBench
 from medusa_ppo.cli.app import app
 from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.runtime.console import OfflineProgress
 
 
@@ -68,6 +73,24 @@ def test_the_plot_has_a_bar_for_every_ratio_and_a_line_at_one() -> None:
     bars = [rect for rect in root.iter(f"{name}rect") if rect.get("width") == "15.0"]
     at_one = [bar for bar in bars if abs(float(bar.get("y", 0)) - float(line.get("y1", 0))) < 0.11]
     assert len(bars) == 4 and len(at_one) == 2
+
+
+def test_the_plot_has_every_arm_however_many_there_are() -> None:
+    arms = {f"arm {number}": [1.0 + number / 100] for number in range(12)}
+    root = ET.fromstring(draw_ratios("t", ["1"], arms, "sequences"))
+    name = "{http://www.w3.org/2000/svg}"
+    texts = {text.text: float(text.get("y", 0)) for text in root.iter(f"{name}text")}
+    assert set(arms) <= set(texts) and {f"{1 + n / 100:.2f}" for n in range(12)} <= set(texts)
+    height = float(root.get("viewBox", "").split()[-1])
+    assert max(texts.values()) < height, "the last row of the legend is inside"
+
+
+def test_the_page_names_the_dtype_that_auto_turned_out_to_be(tmp_path: Path) -> None:
+    settings = RolloutBench("m", "h", "d", "t")
+    assert settings.dtype == "auto"
+    files = write_bench(tmp_path / "r.json", settings, {"dtype": "bfloat16"}, [["a"], ["1"]], [])
+    assert json.loads(files[0].read_text())["settings"]["dtype"] == "bfloat16"
+    assert "dtype=bfloat16" in files[1].read_text()
 
 
 def test_rollout_table_and_verdict() -> None:
@@ -259,3 +282,78 @@ def test_an_arm_that_vllm_does_not_have_here_is_refused_before_anything_starts(
     monkeypatch.setattr(rollout, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="pip install arctic-inference"):
         rollout.run_rollout(replace(bench, others=("suffix",)), OfflineProgress())
+
+
+class CachingEngine:
+    """Counts the prompt tokens that it computes; those that it has seen come from its cache."""
+
+    def __init__(self) -> None:
+        self.cached: set[tuple[int, ...]] = set()
+        self.computed: list[int] = []
+
+    def configure(self, **settings: object) -> None:
+        """Drafts nothing."""
+
+    def forget_prompts(self) -> None:
+        self.cached.clear()
+
+    def generate(self, prompts: list[tuple[int, ...]], sampling: Sampling) -> Rollouts:
+        self.computed.append(sum(len(p) for p in prompts if p not in self.cached))
+        self.cached.update(prompts)
+        found = [Response(n, (5,), (-1.0,), "length") for n in range(len(prompts))]
+        return Rollouts(tuple(prompts), tuple(found), Counters(), 1.0, sampling)
+
+
+def test_arms_that_share_an_engine_compute_their_prompts_as_the_others_do() -> None:
+    alone, shared = CachingEngine(), CachingEngine()
+    arms = [
+        rollout.Arm("none", alone),
+        rollout.Arm("ours, K = 4", shared, 4),
+        rollout.Arm("ours, K chosen", shared, 4, choose=True),
+    ]
+    bench = RolloutBench(model="m", heads="h", data="d", template="t", rounds=4)
+    prompts = [tuple(range(start, start + 50)) for start in range(100)]
+    rollout._run_batch(bench, 8, arms, prompts, lambda *_: None)
+    assert set(alone.computed) == {8 * 50}
+    assert set(shared.computed) == {8 * 50}, "every turn computes all its prompts"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"fixed": (1, 4)}, "at most 2, the heads in"),
+        ({"fixed": (2, 2)}, "Correct --fixed"),
+        ({"others": ("ngram", "ngram")}, "Correct --others"),
+        ({"batches": (1, 1)}, "Correct --batches"),
+        ({"temperature": -1.0}, "Correct --temperature"),
+        ({"temperature": float("nan")}, "Correct --temperature"),
+        ({"draft_temperature": -1.0}, "Correct --draft-temperature"),
+        ({"heads": "wide"}, "made for another actor"),
+        ({"stock_heads": "wide"}, "made for another actor"),
+        ({"stock_heads": "hydra"}, "vLLM's own Medusa can't serve"),
+    ],
+)
+def test_what_no_engine_could_do_is_refused_before_any_starts(
+    wrong: dict[str, Any],
+    says: str,
+    chain_actor: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = json.loads((chain_actor / "config.json").read_text())
+    for name, width, kind in (("right", 1, "medusa"), ("wide", 2, "medusa"), ("hydra", 1, "hydra")):
+        sizes = HeadsConfig(width * model["hidden_size"], model["vocab_size"], 2, kind)
+        save_heads(tmp_path / name, MedusaHeads(sizes))
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "1 + 1"}\n')
+
+    def started(**_: object) -> None:
+        raise AssertionError("something was started")
+
+    monkeypatch.setattr(rollout, "local_ray", started)
+    named = {
+        key: str(tmp_path / value) if "heads" in key else value for key, value in wrong.items()
+    }
+    bench = RolloutBench(str(chain_actor), str(tmp_path / "right"), str(data), "{question}")
+    with pytest.raises((ConfigError, CheckpointError), match=re.escape(says)):
+        rollout.run_rollout(replace(bench, **named), OfflineProgress(quiet=True))

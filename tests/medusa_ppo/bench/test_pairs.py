@@ -29,3 +29,21 @@ def test_ratios_cancel_a_machine_that_slows_down() -> None:
     assert {"plain", "ours"} == set(firsts), "the order must rotate"
     assert result.spread("ours") == pytest.approx((1.5, 1.5))
     assert result.median_rate("plain") < 100 / 5
+
+
+def test_an_arm_does_not_always_run_after_the_same_one() -> None:
+    order: list[str] = []
+    names = ("none", "ngram", "fixed", "chosen")
+
+    def arm(name: str):
+        def work(number: int) -> float:
+            order.append(name)
+            return 1.0
+
+        return work
+
+    run_rounds({name: arm(name) for name in names}, base="none", rounds=8, warmup=0)
+    rounds = [order[start : start + 4] for start in range(0, 32, 4)]
+    assert all(sorted(turn) == sorted(names) for turn in rounds)
+    followed = [turn[turn.index("chosen") - 1] for turn in rounds if turn[0] != "chosen"]
+    assert max(map(followed.count, followed)) <= len(followed) / 2, followed

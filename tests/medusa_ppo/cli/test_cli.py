@@ -19,7 +19,8 @@ from medusa_ppo.cli import run_commands
 from medusa_ppo.cli.app import app
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.demo import dtype_choice
-from medusa_ppo.reports import plain_words, tables
+from medusa_ppo.offline import evaluate
+from medusa_ppo.reports import evaluation, plain_words, tables
 from medusa_ppo.runtime import hardware
 from medusa_ppo.runtime.console import command
 
@@ -193,7 +194,7 @@ def test_allow_goes_with_resume() -> None:
 
 @pytest.mark.parametrize(
     ("number", "says"),
-    [(errno.ENOSPC, "make room"), (errno.EROFS, "choose another"), (errno.EIO, "--debug")],
+    [(errno.ENOSPC, "make room"), (errno.EROFS, "choose another place"), (errno.EIO, "--debug")],
 )
 def test_a_disk_that_takes_nothing_is_one_sentence(
     number: int, says: str, capsys: pytest.CaptureFixture[str]
@@ -204,3 +205,51 @@ def test_a_disk_that_takes_nothing_is_one_sentence(
     with pytest.raises(typer.Exit):
         command(write)()
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "number", [errno.ENOENT, errno.EISDIR, errno.EEXIST, errno.ENOTDIR, errno.EACCES]
+)
+def test_a_wrong_path_is_named_and_is_the_users_to_correct(
+    number: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write() -> None:
+        raise OSError(number, "No", "runs/x")
+
+    with pytest.raises(typer.Exit):
+        command(write)()
+    said = capsys.readouterr().err.rpartition("do this:")[2]
+    assert "orrect the path runs/x" in said or "give runs/x to this user" in said, said
+
+
+def test_eval_prints_its_figures_before_it_writes_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder = tmp_path / "a-folder.json"
+    measured: list[bool] = []
+
+    def evaluate_heads(options: object, progress: object) -> dict[str, str]:
+        measured.append(True)
+        # Somebody makes the folder while the engine runs, which no check before it can see.
+        folder.mkdir()
+        return {}
+
+    monkeypatch.setattr(evaluate, "evaluate_heads", evaluate_heads)
+    monkeypatch.setattr(evaluation, "lines", lambda result: ["2.34 tokens per engine step"])
+    (tmp_path / "heads").mkdir()
+    words = ["eval", "--model", "m", "--heads", str(tmp_path / "heads"), "--data", "d"]
+    assert "2.34 tokens per engine step" in run(*words, "--json", str(folder), code=1)
+    measured.clear()
+    for option in ("--json", "--markdown", "--html"):
+        assert f"do this:  Correct {option}" in run(*words, option, str(folder), code=2)
+    below = tmp_path / "a-file" / "figures.json"
+    below.parent.touch()
+    assert "is no folder" in run(*words, "--json", str(below), code=2)
+    assert not measured, "refused before the work"
+
+
+@pytest.mark.parametrize("name", ["x.md", "x.svg"])
+def test_bench_keeps_its_figures_apart_from_their_page(name: str, tmp_path: Path) -> None:
+    said = run("bench", "swap", "--model", "m", "--heads", "h", "--json", name, code=2)
+    assert "--json x.md" in said or "--json x.svg" in said
+    assert "x.json" in said

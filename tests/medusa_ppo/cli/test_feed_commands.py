@@ -15,6 +15,7 @@ from heads.errors import FeedError
 from medusa_ppo.cli.app import app
 from medusa_ppo.engines.http_server import free_port
 from medusa_ppo.feeds.feed import Feed
+from medusa_ppo.feeds.feed_manifest import MANIFEST
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.feeds.http_feed import FEED_TOKEN, open_feed
 from tests.medusa_ppo.feeds.conftest import heads_file, release
@@ -36,6 +37,10 @@ def answers(feed: Feed) -> bool:
 
 def test_list_and_verify_say_what_there_is(tmp_path: Path) -> None:
     folder = str(tmp_path / "feed")
+    # A folder that nobody made: most likely the name is wrong.
+    said = run("feed", "list", folder, code=1)
+    assert "There is no such feed" in said and "companion.feed" in said
+    (tmp_path / "feed").mkdir()
     assert "nothing has been published" in run("feed", "list", folder, code=0)
     assert "nothing published" in run("feed", "verify", folder, code=1)
     for number in (1, 2):
@@ -46,6 +51,12 @@ def test_list_and_verify_say_what_there_is(tmp_path: Path) -> None:
     newest = sorted((tmp_path / "feed").glob("heads-*"))[-1]
     newest.write_bytes(newest.read_bytes()[:-1])
     assert "do this" in run("feed", "verify", folder, code=1)
+
+
+def test_the_advice_for_a_damaged_manifest_is_not_the_command_that_failed(tmp_path: Path) -> None:
+    FolderFeed(str(tmp_path)).publish(heads_file(tmp_path / "state", 1), release(1))
+    (tmp_path / MANIFEST).write_text("{")
+    assert "feed list" not in run("feed", "list", str(tmp_path), code=1).partition("do this")[2]
 
 
 def test_serve_refuses_other_machines_without_a_token(

@@ -27,6 +27,7 @@ from medusa_ppo.drafting.memory import FIRST_SHARES
 from medusa_ppo.offline import evaluate
 from medusa_ppo.offline.evaluate import PromptGroup, Recalled
 from medusa_ppo.offline.options import EvalOptions
+from medusa_ppo.reports.evaluation import lines, markdown_report
 from medusa_ppo.runtime.console import OfflineProgress
 
 
@@ -276,6 +277,36 @@ def test_prompts_that_are_too_long_are_told(
     result = evaluate.evaluate_heads(replace(options, heads=str(tmp_path / "heads")), progress)
     assert (result["prompts"], result["prompts_left_out"]) == (10, 1)
     assert "1 prompt is too long and left out" in said_lines
+
+
+@pytest.mark.parametrize("trained_on", ["same", "other", "unknown"])
+def test_heads_measured_on_their_own_prompts_are_told(
+    options: EvalOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trained_on: str
+) -> None:
+    vocabulary = len(build_tokenizer())
+    heads = MedusaHeads(HeadsConfig(64, vocabulary, 1, "medusa"))
+    data = Path(options.data)
+    # The same file, written another way.
+    named = {
+        "same": str(data.parent / "x" / ".." / data.name),
+        "other": str(tmp_path / "train.jsonl"),
+    }
+    note = {"options": {"data": named[trained_on]}} if trained_on in named else {}
+    save_heads(tmp_path / "heads", heads, lm_head_VD=torch.ones(vocabulary, 64), metadata=note)
+
+    def generate(asked: EvalOptions, groups: list[PromptGroup], *_: object) -> object:
+        return [], [[answered(group, seed) for seed, group in enumerate(groups)]], []
+
+    monkeypatch.setattr(evaluate, "_generate", generate)
+    said_lines: list[str] = []
+    progress = OfflineProgress(quiet=True)
+    monkeypatch.setattr(progress, "say", said_lines.append)
+    result = evaluate.evaluate_heads(replace(options, heads=str(tmp_path / "heads")), progress)
+    told = [line for line in said_lines if "were trained on" in line]
+    same = trained_on == "same"
+    assert len(told) == same and [result.get("warning")] == (told or [None])
+    assert ("were trained on" in lines(result)[-1]) == same
+    assert ("were trained on" in markdown_report(result)) == same
 
 
 @pytest.mark.parametrize("engine", ["replay", "vllm"])

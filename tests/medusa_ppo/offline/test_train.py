@@ -355,6 +355,17 @@ def test_the_plan_says_sizes_and_writes_nothing(options: TrainOptions) -> None:
     assert not options.out.exists()
 
 
+@pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, math.inf])
+def test_a_learning_rate_that_can_not_be_is_refused_before_any_work(
+    options: TrainOptions, rate: float
+) -> None:
+    asked = replace(options, learning_rate=rate)
+    for attempt in (plan_training, train):
+        with pytest.raises(ConfigError, match="--learning-rate"):
+            attempt(asked)
+    assert not options.out.exists()
+
+
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan, math.inf])
 def test_heads_are_trained_for_a_temperature_above_0(
     options: TrainOptions, temperature: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -63,6 +64,10 @@ def test_it_answers_from_a_configuration_alone(model: Path, tmp_path: Path) -> N
     assert said.startswith(answer["sentence"])
     assert "one H200, 64 responses of 800 tokens" in answer["sentence"]
     assert any("synthetic" in line for line in answer["check"])
+    # An engine with heads that drafts nothing is no plain one, and the table says what it costs.
+    assert re.search(r"pays from +K = 0 +K = 1 +K = 2 +K = 3\n", said)
+    assert all(0 < row["without_drafts"] < 1 for row in answer["rows"])
+    assert f"{answer['rows'][-1]['without_drafts']:.2f}" in said
     svg = picture.read_text()
     assert svg.startswith("<svg")
     assert svg.count("<polyline") == 3
@@ -200,10 +205,11 @@ def test_the_lines_are_ones_that_vllm_takes() -> None:
         sequences=16,
     )
     prediction = predict_on_gpu(question, find_gpu("h100"), tables=False)
-    on_cpu = check_lines(prediction, "HEADS", on_gpu=False)
+    on_cpu = check_lines(prediction, "HEADS", None, "float32", 3)
     assert not [line for line in on_cpu if "synthetic" in line]
-    assert any(line.startswith("medusa-ppo bench rollout") for line in on_cpu)
-    lines = check_lines(prediction)
+    assert on_cpu[1].startswith("medusa-ppo bench rollout")
+    assert on_cpu[1].endswith("--dtype float32 --threads 3")
+    lines = check_lines(prediction, "HEADS", find_gpu("h100"))
     speculative = next(line for line in lines if "--speculative-config" in line)
     words = shlex.split(speculative)
     given = json.loads(words[words.index("--speculative-config") + 1])
@@ -221,3 +227,36 @@ def test_the_lines_are_ones_that_vllm_takes() -> None:
     line = next(line for line in lines if line.startswith("vllm bench serve"))
     for word in shlex.split(line):
         assert not word.startswith("--") or f'"{word}"' in bench, word
+
+
+LLAMA_8B = ModelSizes(4096, 32, 32, 8, 128, 14336, 128256)
+GEMMA_27B = ModelSizes(5376, 62, 32, 16, 128, 21504, 262144)
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "largest", "says"),
+    [
+        # Three engines have 24 GB each of an H100: room for the 8B, but not for 256 sequences.
+        (LLAMA_8B, 1, 16, "--dtype bfloat16"),
+        (LLAMA_8B, 4, 0, "starts engines of one GPU, not of 4"),
+        (GEMMA_27B, 1, 0, "does not hold this model"),
+    ],
+)
+def test_trained_heads_are_timed_only_where_several_engines_fit(
+    model: ModelSizes, ranks: int, largest: int, says: str
+) -> None:
+    question = Question(
+        "org/name",
+        model,
+        HeadsSection().sizes(model.hidden, model.vocab),
+        (0.6, 0.4),
+        ResponseLengths.log_normal(64, 1000, 0.5),
+        sequences=256,
+        ranks=ranks,
+    )
+    prediction = predict_on_gpu(question, find_gpu("h100"), tables=False)
+    lines = check_lines(prediction, "HEADS", find_gpu("h100"))
+    assert says in lines[-1]
+    words = shlex.split(lines[-1], comments=True)
+    batches = words[words.index("--batches") + 1].split(",") if "--batches" in words else ["0"]
+    assert max(map(int, batches)) <= largest

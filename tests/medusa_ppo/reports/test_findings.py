@@ -12,6 +12,7 @@ import pytest
 from medusa_ppo.reports.findings import find
 from medusa_ppo.reports.run_files import Run, read_run
 from medusa_ppo.reports.summary import build_summary
+from medusa_ppo.reports.tables import choice_rows
 
 
 def codes(run: Run) -> list[str]:
@@ -173,3 +174,43 @@ def test_a_spike_is_a_jump_and_names_its_step() -> None:
 def test_the_documentation_lists_every_code() -> None:
     text = (Path(__file__).resolve().parents[3] / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert all(f"`{code}`" in text for code in CASES)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        7,
+        "text",
+        {"running": 64},
+        [None],
+        [{"running": 64}],
+        [{"running": None, "steps": [5000], "speedup": 1.0}],
+        [{"running": 64, "steps": 5000, "speedup": 1.0}],
+        [{"running": 64, "steps": [5000, "many"], "speedup": 1.0}],
+        [{"running": 64, "steps": [5000, None], "speedup": 1.0}],
+    ],
+)
+def test_damaged_choices_are_left_out(damaged: object) -> None:
+    run = make({"draft_choices": damaged})
+    assert codes(run) == [] and choice_rows(run) == []
+    sound = {"running": 4, "steps": [9, 1]}
+    (row,) = choice_rows(make({"draft_choices": damaged}, {"draft_choices": [sound]}))
+    assert (row.running, row.speedup) == ("4 to 7", None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "reason"),
+    [
+        ({"runner": None, "stop_below": None}, ""),
+        ({"runner": "v2", "stop_below": None}, ""),
+        ({"runner": "v1", "stop_below": None}, "engine.runner=v1"),
+        ({"runner": "v2", "stop_below": 8}, "engine.stop_below"),
+    ],
+)
+def test_drafts_that_never_paid_name_scheduling_only_where_it_is_concerned(
+    engine: dict[str, Any], reason: str
+) -> None:
+    (step,) = CASES["drafts_never_paid"].steps
+    run = make(step, config={"engine": engine})
+    (finding,) = find(run, build_summary(run))
+    assert ("schedule" in finding.do) == bool(reason) and reason in finding.do

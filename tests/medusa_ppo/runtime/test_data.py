@@ -152,3 +152,9 @@ def test_null_in_a_row_is_a_value_or_a_word(tmp_path: Path) -> None:
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     )
     assert data.load_rows(tmp_path / "rows.jsonl") == rows
+
+
+def test_a_missing_file_names_both_places_that_a_path_comes_from(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as refused:
+        data.load_rows(tmp_path / "none.jsonl")
+    assert "--data" in refused.value.do and "data.path" in refused.value.do
