@@ -151,8 +151,8 @@ class RemoteAttachment(Attachment):
         self._heads = heads_for_table(config, self._tables[0])
         if several_nodes:
             logger.warning(
-                "Heads for engines on several nodes were never tried in this loop. All nodes have"
-                " to see %s; watch whether acceptance rises in the first steps.",
+                "Engines on other nodes start with the heads in %s: all nodes have to see it. Newer"
+                " ones are sent to them.",
                 folder,
             )
         start = (folder / START).resolve() if several_nodes else self._home.path / "heads"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable
@@ -175,14 +176,19 @@ def main() -> None:
     from medusa_ppo.loops import openrlhf
 
     prepare()
-    ray.init(
-        address="local",
-        num_cpus=8,
-        num_gpus=2,
-        include_dashboard=False,
-        object_store_memory=256 * 1024**2,
-        runtime_env={"worker_process_setup_hook": openrlhf_on_cpu.prepare},
-    )
+    prepared = {"worker_process_setup_hook": openrlhf_on_cpu.prepare}
+    if os.environ.get("RAY_ADDRESS"):
+        # Nodes that a test has joined, with their own numbers of GPUs.
+        ray.init(runtime_env=prepared)
+    else:
+        ray.init(
+            address="local",
+            num_cpus=8,
+            num_gpus=2,
+            include_dashboard=False,
+            object_store_memory=256 * 1024**2,
+            runtime_env=prepared,
+        )
     openrlhf.WORKER_EXTENSION = "openrlhf_on_cpu.CpuOpenRLHFWorker"
     served = openrlhf.served_arguments
     openrlhf.served_arguments = lambda config: (

@@ -5,14 +5,16 @@ that goes away and comes back stops nothing.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,8 +24,10 @@ import pytest
 from medusa_ppo.companion.companion_link import COMPANION_TOKEN
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.feeds.http_feed import FEED_TOKEN
+from medusa_ppo.loops.worker_tap import COMPANION
 from medusa_ppo.reports.store import read_run
 from medusa_ppo.runtime.control_guard import TOKEN
+from medusa_ppo.vllm_plugin.speculation import FEED
 from tests.medusa_ppo.loops import test_trl_grpo
 
 FOLDER = Path(__file__).resolve().parent
@@ -34,12 +38,26 @@ OWN_STEPS = 6
 LAST = 5
 """Steps whose acceptance is compared."""
 LONGEST_S = 400
+SERVING = r"Heads version (\d+) is serving"
+TRAINING_S = 3000
+"""Longer, because a whole loop starts some twenty processes that import torch."""
+VERL_STEPS = 20
 FEED_PORT, COMPANION_PORT, RAY_PORT, SERVER_PORT = 8460, 8461, 6379, 8000
 SETTINGS = {"learning_rate": 0.01, "batch_positions": 256}
 """Quick heads for a tiny actor."""
 REWARD = """
 def even(prompt, response, row):
     return float(len(response) % 2 == 0)
+"""
+TAKE = """
+import os, sys, time
+import ray
+ray.init(address="auto", log_to_driver=False)
+group = ray.util.placement_group([{"CPU": int(sys.argv[1]), sys.argv[2]: 0.001}])
+assert group.wait(300), "the node has not so many free processors"
+print("taken", flush=True)
+while os.path.exists("/tmp/take"):
+    time.sleep(0.1)
 """
 ENVIRONMENT = {
     "PYTHONPATH": str(FOLDER.parents[1]),
@@ -83,10 +101,26 @@ def serve(node: Any, *words: str, port: int, host: str) -> None:
 
 
 class Cluster:
-    """Two nodes in one Ray, and a loop on the first one."""
+    """Two nodes in one Ray, and a loop on the first one.
 
-    def __init__(self, nodes: Any, actor: Path) -> None:
+    Args:
+        cpus: what Ray is told that each node has.
+        gpus: likewise, of the head and of the other.
+        environment: of all that runs there, beside ENVIRONMENT.
+    """
+
+    def __init__(
+        self,
+        nodes: Any,
+        actor: Path,
+        cpus: int = 2,
+        gpus: tuple[int, int] = (0, 0),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.nodes = nodes
+        self._cpus = cpus
+        self._gpus = {"head": gpus[0], "other": gpus[1]}
+        self.environment = {**ENVIRONMENT, **(environment or {})}
         shutil.copytree(actor, nodes.head.tmp / "actor")
         shutil.copytree(actor, nodes.shared / "actor")
         self._ray(nodes.head, "--head", f"--port={RAY_PORT}")
@@ -100,19 +134,33 @@ class Cluster:
                 *(*RAY, "start", *words),
                 f"--node-ip-address={node.address}",
                 f'--resources={{"{node.name}": 1}}',
-                "--num-cpus=2",
-                "--num-gpus=0",
+                f"--num-cpus={self._cpus}",
+                f"--num-gpus={self._gpus[node.name]}",
                 "--object-store-memory=300000000",
                 "--disable-usage-stats",
                 *(["--include-dashboard=false"] if "--head" in words else []),
             ],
-            ENVIRONMENT,
+            self.environment,
         )
         assert process.wait(120) == 0, node.log("ray.log")
 
     def join(self) -> None:
         """The other node joins the Ray."""
         self._ray(self.nodes.other, f"--address={self.nodes.head.address}:{RAY_PORT}")
+
+    @contextlib.contextmanager
+    def taken(self, node: Any) -> Iterator[None]:
+        """All processors of a node are taken: Ray starts nothing there that asks for one."""
+        (self.nodes.head.tmp / "take").touch()
+        words = [sys.executable, "-c", TAKE, str(self._cpus), node.name]
+        taking = self.nodes.head.start("take.log", words, self.environment)
+        deadline = time.monotonic() + LONGEST_S
+        while "taken" not in (said := self.nodes.head.log("take.log")):
+            assert taking.poll() is None and time.monotonic() < deadline, said
+            time.sleep(0.1)
+        yield
+        (self.nodes.head.tmp / "take").unlink()
+        assert taking.wait(LONGEST_S) == 0, self.nodes.head.log("take.log")
 
     def begin(self, **order: Any) -> None:
         """Start the loop."""
@@ -138,10 +186,17 @@ class Cluster:
             assert time.monotonic() < deadline, self.said()[-6000:]
             time.sleep(0.1)
 
+    def loop_ends(self, longest_s: float = LONGEST_S) -> None:
+        """Wait until the loop has ended well."""
+        assert self.loop is not None
+        # What it said tells more than the exception.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.loop.wait(longest_s)
+        assert self.loop.poll() == 0, self.said()[-6000:]
+
     def ended(self) -> list[float]:
         """Tokens of an engine step, for each step of the loop, which has ended well."""
-        assert self.loop is not None
-        assert self.loop.wait(LONGEST_S) == 0, self.said()[-6000:]
+        self.loop_ends()
         found = [float(value) for value in re.findall(r"([\d.]+) tokens a step", self.said())]
         assert len(found) == STEPS, self.said()[-6000:]
         return found
@@ -159,21 +214,27 @@ def with_ray_feed(cluster: Cluster, engine: str) -> None:
 
 def with_http_feed(cluster: Cluster, engine: str) -> None:
     """The companion is a process of its own, which only the loop's node reaches."""
-    address = cluster.nodes.head.address
-    feed = f"http://{address}:{FEED_PORT}"
-    words = ["feed", "serve", "/tmp/feed", "--host", address, "--port", str(FEED_PORT)]
-    serve(cluster.nodes.head, *words, port=FEED_PORT, host=address)
-    places = ["--model", "/tmp/actor", "--heads", "/tmp/heads", "--feed", feed]
-    settings = [f"companion.{name}={value}" for name, value in SETTINGS.items()]
-    serve(
-        cluster.nodes.head,
-        *("companion", "serve", *places, "--port", str(COMPANION_PORT)),
-        *("heads.num_heads=3", "companion.num_gpus=0", *settings),
-        port=COMPANION_PORT,
-        host="127.0.0.1",
-    )
-    companion = f"http://127.0.0.1:{COMPANION_PORT}"
+    companion, feed = serve_companion(cluster.nodes.head, "127.0.0.1")
     cluster.begin(engine=engine, companion=companion, feed=feed)
+
+
+def serve_companion(node: Any, host: str, **settings: Any) -> tuple[str, str]:
+    """A companion and a feed of their own on a node; their addresses. The heads to start with are
+    in its /tmp/heads.
+    """
+    feed = f"http://{node.address}:{FEED_PORT}"
+    words = ["feed", "serve", "/tmp/feed", "--host", node.address, "--port", str(FEED_PORT)]
+    serve(node, *words, port=FEED_PORT, host=node.address)
+    places = ["--model", "/tmp/actor", "--heads", "/tmp/heads", "--feed", feed]
+    told = [f"companion.{name}={value}" for name, value in (SETTINGS | settings).items()]
+    serve(
+        node,
+        *("companion", "serve", *places, "--host", host, "--port", str(COMPANION_PORT)),
+        *("heads.num_heads=3", "companion.num_gpus=0", *told),
+        port=COMPANION_PORT,
+        host=host,
+    )
+    return f"http://{host}:{COMPANION_PORT}", feed
 
 
 FEEDS: dict[str, Callable[[Cluster, str], None]] = {"ray": with_ray_feed, "http": with_http_feed}
@@ -263,7 +324,7 @@ def test_our_own_loop_has_its_engine_on_another_node(cluster: Cluster, transfer:
     environment = {**ENVIRONMENT, "RAY_ADDRESS": f"{head.address}:{RAY_PORT}"}
     words = [sys.executable, "-m", "medusa_ppo", "ppo", "--config", "/tmp/run.yaml"]
     cluster.loop = head.start("loop.log", words, environment)
-    assert cluster.loop.wait(LONGEST_S) == 0, cluster.said()[-6000:]
+    cluster.loop_ends()
     run = read_run(head.tmp / "run").steps
     assert [step[names.POLICY_VERSION] for step in run] == list(range(OWN_STEPS))
     assert run[-1][names.HEADS_VERSION] >= 1
@@ -278,7 +339,7 @@ def test_another_loops_engine_is_on_another_node(cluster: Cluster, loop: str) ->
     words = [loop, "/mnt/actor", "/mnt/run", "other"]
     command = [sys.executable, str(FOLDER / "attached_across_nodes.py"), *words]
     cluster.loop = cluster.nodes.head.start("loop.log", command, ENVIRONMENT)
-    assert cluster.loop.wait(LONGEST_S) == 0, cluster.said()[-6000:]
+    cluster.loop_ends()
     assert "version 2, " in cluster.said(), cluster.said()[-2000:]
 
 
@@ -326,3 +387,182 @@ def test_trl_trains_on_one_node_and_its_server_is_on_another(
     assert steps[-1][f"medusa/{names.MAL_SERVING}"] > steps[0][f"medusa/{names.MAL_SERVING}"] + 0.2
     assert all(abs(row["sampling/importance_sampling_ratio/mean"] - 1) < 0.02 for row in steps)
     assert "medusa-ppo-received-" not in left
+
+
+def by_node(said: str, address: str, words: str) -> list[str]:
+    """What a pattern found in the lines of one node's processes in a log of Ray's, which names the
+    address of other nodes than the command's; empty: the command's.
+    """
+    place = f", ip={re.escape(address)}" if address else ""
+    # Behind it vLLM names its own processes, likewise.
+    return re.findall(rf"^\S*\(\w+ pid=\d+{place}\).*{words}", said, re.MULTILINE)
+
+
+def verl_settings(verl: ModuleType, mode: str) -> dict[str, Any]:
+    """verl's command line on two nodes: its actor, data and sizes are those of its contract test
+    (`verl`), a GPU that is not there is one node's.
+    """
+    theirs = {
+        name: value
+        for name, value in verl.settings(Path("/mnt/actor"), Path("/mnt"), 1).items()
+        # Ray runs already.
+        if not name.startswith("+ray_kwargs")
+    }
+    speculative = "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
+    heads = {
+        "sync": {
+            f"{speculative}.method": "medusa",
+            f"{speculative}.model": "/tmp/heads",
+            f"{speculative}.num_speculative_tokens": 3,
+        },
+        "medusa_sync": {
+            **{name: value for name, value in theirs.items() if name.startswith("+medusa")},
+            "+medusa.companion.num_gpus": 0,
+            "+medusa.companion.resource": "head",
+        },
+    }
+    return {
+        **{name: value for name, value in theirs.items() if not name.startswith("+medusa")},
+        **heads[mode],
+        "trainer.v1.trainer_mode": mode,
+        "trainer.nnodes": 2,
+        "trainer.total_epochs": 2,
+        "trainer.total_training_steps": VERL_STEPS,
+        "trainer.save_freq": -1,
+        # Faster, and it writes any word in any place before the last step.
+        "actor_rollout_ref.actor.optim.lr": 5e-4,
+        # Its log has what is accepted on which node.
+        "actor_rollout_ref.rollout.disable_log_stats": False,
+        "actor_rollout_ref.rollout.calculate_log_probs": True,
+        "ray_kwargs.ray_init.num_cpus": "null",
+        "hydra.run.dir": "/tmp/hydra",
+    }
+
+
+@pytest.mark.timeout(TRAINING_S + 900)
+@pytest.mark.parametrize("mode", ["sync", "medusa_sync"])
+def test_verl_trains_on_two_nodes(nodes_module: ModuleType, chain_actor: Path, mode: str) -> None:
+    """The real verl, synchronously, with a worker (FSDP2 over gloo) and a vLLM server on each node.
+
+    sync: verl's own trainer. Both workers are tapped for a companion on the first node, and both
+    servers load what its feed has, over HTTP. medusa_sync: ours, whose heads reach the other node
+    through Ray. In the environment of verl: make test-contracts LOOP=verl.
+    """
+    pytest.importorskip("verl", reason="verl has an environment of its own: make test-contracts")
+    from tests.contracts import test_verl_training as verl
+
+    every_process = {
+        **verl.environment(Path("/mnt")),
+        "PYTHONPATH": os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(Path(verl.__file__).parent)]),
+        "GLOO_SOCKET_IFNAME": "cable",
+        # verl's own choice would be WARN: nothing of acceptance.
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    words = [sys.executable, "-m", "verl.trainer.main_ppo"]
+    words += [f"{name}={value}" for name, value in verl_settings(verl, mode).items()]
+    with nodes_module.separate_nodes() as nodes:
+        head, other = nodes.head, nodes.other
+        # A worker's bundle asks for three of these processors, and verl's other processes for more.
+        cluster = Cluster(nodes, chain_actor, cpus=16, gpus=(1, 1), environment=every_process)
+        verl.words(nodes.shared)
+        command_only = {"RAY_ADDRESS": f"{head.address}:{RAY_PORT}", "RAY_DEDUP_LOGS": "0"}
+        if mode == "sync":
+            # Beside its tokens, Ray knows nothing of ours; the hook hands the addresses on.
+            companion, feed = serve_companion(head, head.address, epochs=8)
+            command_only |= {COMPANION: companion, FEED: feed}
+            shutil.copytree(head.tmp / "heads", other.tmp / "heads")
+        with cluster.taken(other):
+            # Else Ray would draw lots for the loop's place.
+            cluster.loop = head.start("loop.log", words, {**cluster.environment, **command_only})
+            cluster.until("(TaskRunnerV1 pid=")
+        cluster.loop_ends(TRAINING_S)
+        said = (head.tmp / "loop.log").read_text(errors="replace")
+        left = other.run("ls", "/dev/shm")
+        steps = [json.loads(row)["data"] for row in (nodes.shared / "verl.jsonl").open()]
+        run = read_run(nodes.shared / "run" / "medusa").steps if mode == "medusa_sync" else []
+
+    lengths = {
+        name: [float(found) for found in by_node(said, address, r"acceptance length: ([\d.]+)")]
+        for name, address in (("head", ""), ("other", other.address))
+    }
+    print("tokens a step, by vLLM's log:", lengths)
+    assert not re.search(r"\(TaskRunnerV1 pid=\d+, ip=", said), "the loop is on the first node"
+    assert len(steps) == VERL_STEPS
+    # Both engines had the weights of the step: answers have the probabilities that verl scores.
+    assert max(step["training/rollout_probs_diff_mean"] for step in steps) < 1e-3
+    # Heads that have learned nothing draft nothing.
+    for found in lengths.values():
+        assert found and sum(found[-3:]) / len(found[-3:]) > 1.5, lengths
+    if mode == "sync":
+        versions = by_node(said, other.address, SERVING)
+        print("versions that the other node's server loaded:", versions)
+        assert versions and int(versions[-1]) > 0
+    else:
+        print("of all servers:", [round(step[names.MAL_SERVING], 2) for step in run])
+        assert run[-1][names.HEADS_VERSION] >= 1
+        assert run[-1][names.MAL_SERVING] > run[0][names.MAL_SERVING] + 0.2
+        assert "medusa-ppo-received-" not in left
+
+
+@pytest.mark.timeout(TRAINING_S + 900)
+@pytest.mark.parametrize("feed", ["http", "call"])
+def test_openrlhf_trains_on_two_nodes(
+    nodes_module: ModuleType, chain_actor: Path, feed: str
+) -> None:
+    """The real OpenRLHF, synchronously: a DeepSpeed worker and two engines, on a node with one GPU
+    and one with two, which are not there. So at least one engine is on the second.
+
+    http: the worker is tapped for a companion on the first node, and the engines load what its feed
+    has. call: our trainer gives them its heads, through Ray. In the environment of OpenRLHF: make
+    test-contracts LOOP=openrlhf.
+    """
+    pytest.importorskip(
+        "openrlhf", reason="openrlhf has an environment of its own: make test-contracts"
+    )
+    from tests.contracts import test_openrlhf_training as openrlhf
+
+    folder = Path(openrlhf.__file__).parent
+    every_process = {
+        "PYTHONPATH": os.pathsep.join([ENVIRONMENT["PYTHONPATH"], str(folder)]),
+        "DS_ACCELERATOR": "cpu",
+        "GLOO_SOCKET_IFNAME": "cable",
+        "VLLM_LOGGING_LEVEL": "INFO",
+    }
+    ours = {
+        "http": openrlhf.SERVED.replace("HEADS", "/tmp/heads"),
+        "call": openrlhf.MEDUSA.replace(
+            "companion: {", "companion: {num_gpus: 0, resource: head, "
+        ),
+    }
+    words = [sys.executable, str(folder / "openrlhf_on_cpu.py"), "--medusa", "/tmp/heads.yaml"]
+    words += openrlhf.arguments(Path("/mnt/actor"), Path("/mnt"))
+    words += ["--vllm.num_engines", "2", "--train.num_episodes", str(openrlhf.EPISODES)]
+    # Faster, and it writes any word in any place before the last step.
+    words += ["--actor.adam.lr", "3e-4"]
+    with nodes_module.separate_nodes() as nodes:
+        head, other = nodes.head, nodes.other
+        cluster = Cluster(nodes, chain_actor, cpus=8, gpus=(1, 2), environment=every_process)
+        openrlhf.words(nodes.shared)
+        (head.tmp / "heads.yaml").write_text(ours[feed])
+        command_only = {"RAY_ADDRESS": f"{head.address}:{RAY_PORT}", "RAY_DEDUP_LOGS": "0"}
+        if feed == "http":
+            companion, address = serve_companion(head, head.address, epochs=8)
+            command_only |= {COMPANION: companion, FEED: address}
+            shutil.copytree(head.tmp / "heads", other.tmp / "heads")
+        cluster.loop = head.start("loop.log", words, {**cluster.environment, **command_only})
+        cluster.loop_ends(TRAINING_S)
+        said = (head.tmp / "loop.log").read_text(errors="replace")
+        companion_said = head.log(f"port-{COMPANION_PORT}.log", 1 << 20)
+        left = other.run("ls", "/dev/shm")
+        run = read_run(nodes.shared / "run" / "medusa").steps if feed == "call" else []
+    assert re.search(rf"RolloutActor pid=\d+, ip={re.escape(other.address)}\)", said), said[-6000:]
+    if feed == "http":
+        versions = by_node(said, other.address, SERVING)
+        print("versions that engines of the other node loaded:", versions)
+        print(companion_said)
+        assert versions and int(versions[-1]) > 0
+    else:
+        print("of both engines:", [round(step[names.MAL_SERVING], 2) for step in run])
+        assert run[-1][names.HEADS_VERSION] >= 1
+        assert run[-1][names.MAL_SERVING] > run[0][names.MAL_SERVING] + 0.2
+        assert "medusa-ppo-received-" not in left
