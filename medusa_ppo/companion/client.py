@@ -310,6 +310,8 @@ class CompanionClient:
         """
         if self._usable():
             self._reap()
+            # States may be wider than the actor's tables: a pass under autocast gives float32.
+            self._row_bytes = batch.hidden_MD.shape[1] * batch.hidden_MD.element_size() + ROW_BYTES
             sample = self._sample(batch.response_ids_M.numel()) if batch.weights_M is None else None
             if sample is not None:  # Collected elsewhere, without a sample.
                 batch, tokens = sample.of(batch), batch.response_ids_M.numel()

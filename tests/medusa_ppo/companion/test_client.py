@@ -30,6 +30,7 @@ from medusa_ppo.companion.client import (
     CompanionClient,
 )
 from medusa_ppo.companion.cycle import Cycle
+from medusa_ppo.companion.positions import ROW_BYTES
 from medusa_ppo.companion.service import KEPT_VERSIONS, STATE_FILE, CompanionService
 from medusa_ppo.companion.wire import Answer, ServiceArguments, pack
 from medusa_ppo.config.companion_section import CompanionConfig
@@ -141,6 +142,19 @@ def test_a_batch_of_twenty_times_the_budget_is_sampled(chain, client_of) -> None
         ((1,),), (Response(0, (1,) * 5000, (-1.0,) * 5000, "stop"),), Counters(), 1.0, Sampling()
     )
     assert client.collector(rollouts)._weights_M is not None
+
+
+def test_rows_are_counted_in_the_dtype_of_the_states(chain, client_of) -> None:
+    """Not of the tables: half of the queue would hold half as many of them."""
+    task = chain()
+    batch = task.batch(8, 16)
+    room = 100 * batch.nbytes
+    client = client_of(task, queue_bytes=room)
+    narrow = dataclasses.replace(batch, hidden_MD=batch.hidden_MD.bfloat16())
+    for one, value_bytes in ((narrow, 2), (batch, 4)):
+        client.submit(one)
+        # Before an answer, so that the companion's time is no bound.
+        assert client.most_rows() == room // 2 // (task.hidden * value_bytes + ROW_BYTES)
 
 
 @cpu_alone
