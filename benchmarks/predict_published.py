@@ -45,7 +45,8 @@ def steps_of(case: Mapping[str, Any], listed: Mapping[str, Any], costs: StepCost
     model = ModelSizes.from_config(listed["models"][case["model"]])
     kind = listed["drafters"][case["drafter"]]
     drafter = LayeredDrafter(model, kind["layers"], kind["vocab"], one_pass=kind["passes"] == 1)
-    return GpuSteps(model, drafter, operator_times(find_gpu(case["gpu"]), costs))
+    # What was published is from V1.
+    return GpuSteps(model, drafter, operator_times(find_gpu(case["gpu"]), costs), runner="v1")
 
 
 def predicted(case: Mapping[str, Any], listed: Mapping[str, Any], costs: StepCosts) -> float:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from heads.errors import ConfigError, ModelError, UsageError
 from heads.heads_config import HeadsConfig
@@ -292,7 +292,9 @@ def predict_on_gpu(
 
     def steps_at(at: StepCosts) -> Steps:
         times = operator_times(gpu, at, tables=tables)
-        return GpuSteps(question.model, drafter, times, question.ranks)
+        # As our engines choose it: V2 was not run with several ranks.
+        runner: Literal["v1", "v2"] = "v1" if question.ranks > 1 else "v2"
+        return GpuSteps(question.model, drafter, times, question.ranks, runner)
 
     slots = sequences_that_fit(question, gpu, 0.0)
     drafted_slots = sequences_that_fit(question, gpu, drafter.kept_bytes(question.sequences))

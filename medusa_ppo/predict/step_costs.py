@@ -33,9 +33,16 @@ class StepCosts:
             sums, search.
         plain_host_s: host time in a plain step while the device waits.
         draft_host_s: what being configured for speculation adds to that, with drafts or without.
-        draft_sequence_s: what it adds per running sequence: the host keeps drafts, positions and
-            accepted tokens by request. From vllm#49548: K = 0 costs 0.95 ms at 2 sequences and
-            16.6 ms at 189 (V1 runner).
+        draft_sequence_s: what it adds per running sequence on V1: the host keeps drafts, positions
+            and accepted tokens by request. From vllm#49548: K = 0 costs 0.95 ms at 2 sequences and
+            16.6 ms at 189.
+        v2_sequence_s: the same on V2, which schedules steps ahead. From an 8B's shape on an H200: 8
+            us at 64 sequences and 15 at 16 (53 and 66 if steps are not scheduled ahead).
+        v2_host_s, v2_host_sequence_s: the host's time for a plain step on V2, and per running
+            sequence. The device works meanwhile, so the longer of the two counts. From a 1.5B's
+            shape on that machine, with 1 and 32 sequences.
+        v2_drafted_host_s, v2_drafted_host_sequence_s: the same for a step with drafts, from that
+            shape with one sequence and the 8B's with 64, which takes no longer.
         pass_host_s: the host's time for one pass of a drafter that runs pass by pass. The device
             works meanwhile, so the longer of the two counts.
     """
@@ -53,6 +60,11 @@ class StepCosts:
     plain_host_s: float = 0.00097
     draft_host_s: float = 0.00055
     draft_sequence_s: float = 84e-6
+    v2_sequence_s: float = 12e-6
+    v2_host_s: float = 0.0025
+    v2_host_sequence_s: float = 37e-6
+    v2_drafted_host_s: float = 0.005
+    v2_drafted_host_sequence_s: float = 136e-6
     pass_host_s: float = 0.00093
 
 
@@ -67,6 +79,11 @@ RANGES: dict[str, tuple[float, float]] = {
     "plain_host_s": (0.0002, 0.0013),
     "draft_host_s": (0.0002, 0.002),
     "draft_sequence_s": (10e-6, 100e-6),
+    "v2_sequence_s": (5e-6, 60e-6),
+    "v2_host_s": (0.001, 0.003),
+    "v2_host_sequence_s": (10e-6, 50e-6),
+    "v2_drafted_host_s": (0.003, 0.006),
+    "v2_drafted_host_sequence_s": (20e-6, 165e-6),
 }
 """Ranges of uncertain costs; a prediction's interval shows what it would be at their ends. Costs
 that are not listed change no prediction by as much as a percent.

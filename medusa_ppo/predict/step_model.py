@@ -8,7 +8,7 @@ configured for speculation.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Literal, Protocol
 
 from medusa_ppo.predict.draft_work import HeadsDrafter, LayeredDrafter, layer_products
 from medusa_ppo.predict.operator_times import RooflineTimes
@@ -51,22 +51,35 @@ class GpuSteps:
         drafter: Drafter,
         times: RooflineTimes,
         ranks: int = 1,
+        runner: Literal["v1", "v2"] = "v2",
     ) -> None:
+        """`runner`: vLLM's model runner; V2 schedules its steps ahead."""
         self.model = model
         self.drafter = drafter
         self.source = times.source
         self._times = times
         self._costs: StepCosts = times.costs
         self._ranks = ranks
+        self._v2 = runner == "v2"
 
     def plain(self, sequences: float, context: float) -> float:
-        return self.forward(sequences, 1, context) + self._costs.plain_host_s
+        costs = self._costs
+        seconds = self.forward(sequences, 1, context) + costs.plain_host_s
+        return max(seconds, self._host(sequences)) if self._v2 else seconds
 
     def drafted(self, sequences: float, drafts: int, context: float) -> float:
         costs = self._costs
-        configured = costs.plain_host_s + costs.draft_host_s + costs.draft_sequence_s * sequences
+        of_each = costs.v2_sequence_s if self._v2 else costs.draft_sequence_s
+        configured = costs.plain_host_s + costs.draft_host_s + of_each * sequences
         seconds = self.forward(sequences, drafts + 1, context) + configured
-        return seconds + (self.drafting(sequences, drafts, context) if drafts else 0.0)
+        seconds += self.drafting(sequences, drafts, context) if drafts else 0.0
+        if not self._v2:
+            return seconds
+        host = costs.v2_drafted_host_s + costs.v2_drafted_host_sequence_s * sequences
+        return max(seconds, host if drafts else self._host(sequences))
+
+    def _host(self, sequences: float) -> float:
+        return self._costs.v2_host_s + self._costs.v2_host_sequence_s * sequences
 
     def prefill(self, tokens: float) -> float:
         return tokens / PREFILL_ROWS * self.forward(1, PREFILL_ROWS, PREFILL_ROWS / 2)

@@ -1,0 +1,55 @@
+"""Step times on GPUs, against what a GPU took."""
+
+from __future__ import annotations
+
+import pytest
+
+from heads.heads_config import DRAFT_VOCABULARY
+from medusa_ppo.config.heads_section import HeadsSection
+from medusa_ppo.predict.draft_work import HeadsDrafter
+from medusa_ppo.predict.gpus import find_gpu
+from medusa_ppo.predict.operator_times import RooflineTimes
+from medusa_ppo.predict.step_costs import StepCosts
+from medusa_ppo.predict.step_model import GpuSteps
+from medusa_ppo.runtime.hardware import ModelSizes
+
+SHAPES = {
+    "8B": ModelSizes(4096, 32, 32, 8, 128, 14336, 128256),
+    "1.5B": ModelSizes(1536, 28, 12, 2, 128, 8960, 151936, tied=True),
+}
+# Milliseconds of a step without and with four drafts, V2 with steps scheduled ahead
+# (benchmarks/RESULTS.md, "on a GPU"; those of the 1.5B's shape are of an earlier version).
+H200 = [
+    ("8B", 1, 4.99, 6.31),
+    ("8B", 16, 5.27, 7.54),
+    ("8B", 64, 6.99, 13.7),
+    ("1.5B", 1, 2.51, 5.11),
+    ("1.5B", 32, 3.66, 10.2),
+]
+CONTEXT = 400
+
+
+def steps(shape: str, **options: object) -> GpuSteps:
+    model = SHAPES[shape]
+    drafter = HeadsDrafter(HeadsSection().sizes(model.hidden, model.vocab), DRAFT_VOCABULARY)
+    return GpuSteps(model, drafter, RooflineTimes(find_gpu("h200"), StepCosts()), **options)
+
+
+@pytest.mark.parametrize(("shape", "sequences", "plain_ms", "drafted_ms"), H200)
+def test_a_step_takes_about_what_it_took(
+    shape: str, sequences: int, plain_ms: float, drafted_ms: float
+) -> None:
+    model = steps(shape)
+    assert 1e3 * model.plain(sequences, CONTEXT) == pytest.approx(plain_ms, rel=0.1)
+    assert 1e3 * model.drafted(sequences, 4, CONTEXT) == pytest.approx(drafted_ms, rel=0.1)
+
+
+def test_v1_waits_for_its_host_in_every_step() -> None:
+    """So being configured for drafts costs more there with every sequence, drafts or not."""
+    old, new = steps("8B", runner="v1"), steps("8B")
+    for drafts in (0, 4):
+        more = [
+            old.drafted(count, drafts, CONTEXT) - new.drafted(count, drafts, CONTEXT)
+            for count in (1, 16, 64)
+        ]
+        assert more[0] < more[1] < more[2]
