@@ -17,7 +17,9 @@ pytest.importorskip("verl", reason="verl has an environment of its own: make tes
 
 from omegaconf import OmegaConf, open_dict
 
+ENVIRONMENT = "verl.trainer.constants_ppo"
 MODULES = (
+    ENVIRONMENT,
     "verl.trainer.ppo.v1",
     "verl.trainer.ppo.v1.trainer_base",
     "verl.trainer.ppo.v1.trainer_sync",
@@ -73,13 +75,18 @@ def look(plugins: str) -> dict[str, Any]:
     return json.loads(done.stdout.partition("FOUND")[2])
 
 
-def test_the_entry_point_adds_one_trainer_and_changes_no_name_of_verl() -> None:
+def test_the_entry_point_adds_one_trainer_and_wraps_one_function_of_verl() -> None:
+    """The function that says what verl's Ray processes get of the environment."""
     without = look("none")
     with_ours = look("auto")
     assert not without["ours"] and with_ours["ours"]
     ours = with_ours["trainers"].pop("medusa_sync")
     assert ours.startswith("medusa_ppo.loops.verl.verl_trainer.")
-    for what in ("names", "trainers", "replicas", "finders"):
+    names = without["names"]
+    changed = [name for name in names if with_ours["names"].get(name) != names[name]]
+    assert changed == [f"{ENVIRONMENT}.get_ppo_ray_runtime_env"]
+    assert with_ours["names"].keys() == names.keys()
+    for what in ("trainers", "replicas", "finders"):
         assert with_ours[what] == without[what], what
     assert len(without["names"]) > 300
 
