@@ -207,7 +207,11 @@ class NotedAttachment:
     def figures(self) -> dict[str, float]:
         return {}
 
-    def end(self, tables: Any) -> None: ...
+    @contextlib.contextmanager
+    def training(self) -> Iterator[list[Any]]:
+        tables: list[Any] = []
+        yield tables
+        self.told.append(("end", tables))
 
 
 @pytest.mark.parametrize("step", [0, 7], ids=["new", "resumed"])
@@ -279,6 +283,7 @@ def test_the_actors_versions_go_on_from_a_checkpoint(
         ("updated", step + 1),
         ("scored", (step + 1, None)),
         ("updated", step + 2),
+        ("end", []),
     ]
 
 
