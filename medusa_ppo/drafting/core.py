@@ -252,9 +252,15 @@ class DraftingCore:
         drawing = None
         if sampling is not None:
             drawing = _Drawing(
-                sampling, self.temperatures_K, count, slots, self._width, recall, ending
+                sampling,
+                self.temperatures_K,
+                count,
+                slots,
+                self._width,
+                recall,
+                ending,
+                may_overflow=hidden_BD.dtype == torch.float16,
             )
-            drawing.may_overflow = hidden_BD.dtype == torch.float16
         if recall is not None and self.ids_W is not None:
             recall.among(self.ids_W, self.config.vocab_size)
         features = (
@@ -323,13 +329,7 @@ class DraftingCore:
 
 
 class _Drawing:
-    """Draws columns of logits; data that all heads share is computed once.
-
-    Attributes:
-        may_overflow: logits may be inf, as float16 is beyond 65,504.
-    """
-
-    may_overflow: bool = False
+    """Draws columns of logits; data that all heads share is computed once."""
 
     def __init__(
         self,
@@ -340,7 +340,10 @@ class _Drawing:
         width: int,
         recall: Recall | None,
         ending: Ending | None,
+        may_overflow: bool,
     ) -> None:
+        """`may_overflow`: logits may be inf, as float16 is beyond 65,504."""
+        self._may_overflow = may_overflow
         temperature_B1 = sampling.temperature_B.clamp_min(0).unsqueeze(1)
         # A slice costs one more operation in every step; usually all heads are used.
         temperatures_K = temperatures_K if count == len(temperatures_K) else temperatures_K[:count]
@@ -378,7 +381,7 @@ class _Drawing:
         if sampling.top_k_B is not None or sampling.top_p_B is not None:
             scaled_BW = cut(scaled_BW, sampling.top_k_B, sampling.top_p_B)
         torch.softmax(scaled_BW, -1, out=mass_BW)
-        if self.may_overflow and self.q is None:
+        if self._may_overflow and self.q is None:
             # One inf makes the whole row NaN, and verification by it biased. Without any mass the
             # last column is drawn with q = 1. The check of a swap, which asks for q, sees NaN.
             mass_BW.nan_to_num_(nan=0.0)

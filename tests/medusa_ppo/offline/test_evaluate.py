@@ -258,6 +258,22 @@ def test_a_memory_at_temperature_0_is_for_an_engine(options: EvalOptions) -> Non
         evaluate.evaluate_heads(asked, OfflineProgress(quiet=True))
 
 
+def evaluated(
+    options: EvalOptions, monkeypatch: pytest.MonkeyPatch
+) -> tuple[dict[str, Any], list[str]]:
+    """What `eval` finds for answers that no engine writes, and what it says meanwhile."""
+
+    def generate(asked: EvalOptions, groups: list[PromptGroup], *_: object) -> object:
+        return [], [[answered(group, seed) for seed, group in enumerate(groups)]], []
+
+    monkeypatch.setattr(evaluate, "_generate", generate)
+    said_lines: list[str] = []
+    progress = OfflineProgress(quiet=True)
+    monkeypatch.setattr(progress, "say", said_lines.append)
+    result = evaluate.evaluate_heads(options, progress)
+    return result, said_lines
+
+
 def test_prompts_that_are_too_long_are_told(
     options: EvalOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -267,14 +283,7 @@ def test_prompts_that_are_too_long_are_told(
     with Path(options.data).open("a") as data:
         data.write(json.dumps({"question": "2 + 2 " * 600, "kind": "even"}) + "\n")
 
-    def generate(asked: EvalOptions, groups: list[PromptGroup], *_: object) -> object:
-        return [], [[answered(group, seed) for seed, group in enumerate(groups)]], []
-
-    monkeypatch.setattr(evaluate, "_generate", generate)
-    said_lines: list[str] = []
-    progress = OfflineProgress(quiet=True)
-    monkeypatch.setattr(progress, "say", said_lines.append)
-    result = evaluate.evaluate_heads(replace(options, heads=str(tmp_path / "heads")), progress)
+    result, said_lines = evaluated(replace(options, heads=str(tmp_path / "heads")), monkeypatch)
     assert (result["prompts"], result["prompts_left_out"]) == (10, 1)
     assert "1 prompt is too long and left out" in said_lines
 
@@ -294,14 +303,7 @@ def test_heads_measured_on_their_own_prompts_are_told(
     note = {"options": {"data": named[trained_on]}} if trained_on in named else {}
     save_heads(tmp_path / "heads", heads, lm_head_VD=torch.ones(vocabulary, 64), metadata=note)
 
-    def generate(asked: EvalOptions, groups: list[PromptGroup], *_: object) -> object:
-        return [], [[answered(group, seed) for seed, group in enumerate(groups)]], []
-
-    monkeypatch.setattr(evaluate, "_generate", generate)
-    said_lines: list[str] = []
-    progress = OfflineProgress(quiet=True)
-    monkeypatch.setattr(progress, "say", said_lines.append)
-    result = evaluate.evaluate_heads(replace(options, heads=str(tmp_path / "heads")), progress)
+    result, said_lines = evaluated(replace(options, heads=str(tmp_path / "heads")), monkeypatch)
     told = [line for line in said_lines if "were trained on" in line]
     same = trained_on == "same"
     assert len(told) == same and [result.get("warning")] == (told or [None])
