@@ -398,6 +398,23 @@ def by_node(said: str, address: str, words: str) -> list[str]:
     return re.findall(rf"^\S*\(\w+ pid=\d+{place}\).*{words}", said, re.MULTILINE)
 
 
+def check_fed(said: str, address: str) -> None:
+    """By the loop's log, engines of the node at `address` loaded versions from the feed."""
+    versions = by_node(said, address, SERVING)
+    print("versions that engines of the other node loaded:", versions)
+    assert versions and int(versions[-1]) > 0
+
+
+def check_called(run: list[dict[str, Any]], left: str) -> None:
+    """The steps of a run whose trainer gives its engines heads: they drafted more at its end, and
+    the other node's /dev/shm (`left`) has nothing of it.
+    """
+    print("tokens a step, of all engines:", [round(step[names.MAL_SERVING], 2) for step in run])
+    assert run[-1][names.HEADS_VERSION] >= 1
+    assert run[-1][names.MAL_SERVING] > run[0][names.MAL_SERVING] + 0.2
+    assert "medusa-ppo-received-" not in left
+
+
 def verl_settings(verl: ModuleType, mode: str) -> dict[str, Any]:
     """verl's command line on two nodes: its actor, data and sizes are those of its contract test
     (`verl`), a GPU that is not there is one node's.
@@ -494,14 +511,9 @@ def test_verl_trains_on_two_nodes(nodes_module: ModuleType, chain_actor: Path, m
     for found in lengths.values():
         assert found and sum(found[-3:]) / len(found[-3:]) > 1.5, lengths
     if mode == "sync":
-        versions = by_node(said, other.address, SERVING)
-        print("versions that the other node's server loaded:", versions)
-        assert versions and int(versions[-1]) > 0
+        check_fed(said, other.address)
     else:
-        print("of all servers:", [round(step[names.MAL_SERVING], 2) for step in run])
-        assert run[-1][names.HEADS_VERSION] >= 1
-        assert run[-1][names.MAL_SERVING] > run[0][names.MAL_SERVING] + 0.2
-        assert "medusa-ppo-received-" not in left
+        check_called(run, left)
 
 
 @pytest.mark.timeout(TRAINING_S + 900)
@@ -557,12 +569,7 @@ def test_openrlhf_trains_on_two_nodes(
         run = read_run(nodes.shared / "run" / "medusa").steps if feed == "call" else []
     assert re.search(rf"RolloutActor pid=\d+, ip={re.escape(other.address)}\)", said), said[-6000:]
     if feed == "http":
-        versions = by_node(said, other.address, SERVING)
-        print("versions that engines of the other node loaded:", versions)
         print(companion_said)
-        assert versions and int(versions[-1]) > 0
+        check_fed(said, other.address)
     else:
-        print("of both engines:", [round(step[names.MAL_SERVING], 2) for step in run])
-        assert run[-1][names.HEADS_VERSION] >= 1
-        assert run[-1][names.MAL_SERVING] > run[0][names.MAL_SERVING] + 0.2
-        assert "medusa-ppo-received-" not in left
+        check_called(run, left)
