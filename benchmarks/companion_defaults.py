@@ -42,6 +42,7 @@ from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor, l
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import AVERAGE, replay
+from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.wire import TableRows
 from medusa_ppo.config.run_config import RunConfig, build_config, load_config
 from medusa_ppo.contract import metrics as names
@@ -188,7 +189,7 @@ class ClientRecorder:
     def give_way(self, wanted: bool) -> None:
         """Nothing is trained here."""
 
-    def collector(self, rollouts: Rollouts) -> BatchCollector:
+    def collector(self, rollouts: Rollouts, sample: EarlySample | None = None) -> BatchCollector:
         return BatchCollector(rollouts)
 
     def count_left_out(self, tokens: int) -> None:

@@ -47,9 +47,7 @@ def sample() -> None:
     for name, hidden in (("8B, hidden 4,096", 4096), ("70B, hidden 8,192", 8192)):
         rows = rows_for(hidden)
         began = time.perf_counter()
-        weights_M, held_S = EarlySample(rows, HOLDOUT_SHARE, 0, ahead=4).draw(
-            lengths_S, prompts_S, 0
-        )
+        weights_M, held_S = EarlySample(rows, HOLDOUT_SHARE, 0, ahead=4).draw(lengths_S, prompts_S)
         took = time.perf_counter() - began
         assert held_S is not None
         kept = int((weights_M >= 0).sum())

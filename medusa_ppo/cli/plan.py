@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from heads.heads_config import CPU_CHUNK, GPU_CHUNK, HeadsConfig
-from medusa_ppo.config.companion_section import LOGITS_BYTES
+from medusa_ppo.config.companion_section import LOGITS_BYTES, MOST_OF_PIECES
 from medusa_ppo.config.engine_section import SERVER
 from medusa_ppo.config.ppo_section import IN_TURN, SHARED
 from medusa_ppo.config.run_config import RunConfig
@@ -259,6 +259,11 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
     parts[f"actor's file, for engines that start late or restart{ON_HOST}"] = (
         _element(config) * model.parameters
     )
+    if config.ppo.piece_prompts:
+        # Half of the queue is the sample's.
+        parts[f"states of pieces that were scored, at most{ON_HOST}"] = int(
+            MOST_OF_PIECES / 2 * config.companion.queue_bytes
+        )
     where = "the process that you start, on its node"
     shared = config.ppo.placement == SHARED
     alone = shared and config.actor.backend == "megatron"

@@ -27,7 +27,7 @@ from heads.errors import CheckpointError, CompanionError, SavedStateError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.giving_way import Pace
-from medusa_ppo.companion.positions import ROW_BYTES, EarlySample
+from medusa_ppo.companion.positions import ROW_BYTES, EarlySample, batch_seed
 from medusa_ppo.companion.service import STATE_FILE, CompanionService, forget_oldest, settle
 from medusa_ppo.companion.team import MAX_RESTARTS, HandedBatch, Leader, actor_options
 from medusa_ppo.companion.wire import (
@@ -243,13 +243,17 @@ class CompanionClient:
 
     # ---- called by the plugin
 
-    def collector(self, rollouts: Rollouts) -> BatchCollector:
+    def collector(self, rollouts: Rollouts, sample: EarlySample | None = None) -> BatchCollector:
         """A collector for the states of a rollout batch; if the batch is too large, for a sample of
         them.
+
+        Args:
+            sample: that of `begin_sample`, as it was left; None: the batch was not begun so.
         """
-        collector = BatchCollector(
-            rollouts, self._sample(sum(len(response.token_ids) for response in rollouts.responses))
-        )
+        if sample is None:
+            sample = self.begin_sample(rollouts.policy_version)
+        tokens = sum(len(response.token_ids) for response in rollouts.responses)
+        collector = BatchCollector(rollouts, sample.unless_all_fit(tokens))
         self._left_out += collector.left_out
         if self._live is not None and self._usable():
             with self._guard("could not take the actor's tables"):
@@ -272,12 +276,15 @@ class CompanionClient:
             rows = min(rows, int(self._step_s / self._position_s))
         return max(1, rows)
 
-    def _sample(self, tokens: int) -> EarlySample | None:
-        """Which of this many tokens to submit; None: all."""
-        rows = self.most_rows()
-        if rows >= tokens:
-            return None
-        return EarlySample(rows, HOLDOUT_SHARE, self._seed, self._ahead)
+    def begin_sample(self, number: int) -> EarlySample:
+        """Which rows of a batch to submit, if all of them are too many.
+
+        Args:
+            number: tells this batch from others.
+        """
+        return EarlySample(
+            self.most_rows(), HOLDOUT_SHARE, batch_seed(self._seed, number), self._ahead
+        )
 
     def give_way(self, wanted: bool) -> None:
         """Ask the companion to pause or to continue, if it shares cores or a device with it."""
@@ -312,9 +319,11 @@ class CompanionClient:
             self._reap()
             # States may be wider than the actor's tables: a pass under autocast gives float32.
             self._row_bytes = batch.hidden_MD.shape[1] * batch.hidden_MD.element_size() + ROW_BYTES
-            sample = self._sample(batch.response_ids_M.numel()) if batch.weights_M is None else None
-            if sample is not None:  # Collected elsewhere, without a sample.
-                batch, tokens = sample.of(batch), batch.response_ids_M.numel()
+            tokens = batch.response_ids_M.numel()
+            sample = self.begin_sample(batch.policy_version).unless_all_fit(tokens)
+            if sample is not None and batch.weights_M is None:
+                # Collected elsewhere, without a sample.
+                batch = sample.of(batch)
                 self._left_out += tokens - batch.hidden_MD.shape[0]
             self._step_s = time.monotonic() - self._last_came
             self._last_came = time.monotonic()

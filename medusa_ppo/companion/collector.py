@@ -14,10 +14,26 @@ import torch
 
 from heads.errors import DataError
 from medusa_ppo.companion.holdout import cut_to_states
-from medusa_ppo.companion.positions import EarlySample
+from medusa_ppo.companion.positions import EarlySample, Places
 from medusa_ppo.companion.wire import batch_token_ids
 from medusa_ppo.contract.rollout_batch import RolloutBatch
-from medusa_ppo.contract.rollouts import Rollouts, copyable
+from medusa_ppo.contract.rollouts import Response, Rollouts, copyable
+
+
+def filled_responses(responses: Sequence[Response]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Lengths and prompts of the responses with a token."""
+    filled = [(len(r.token_ids), r.prompt_index) for r in responses if r.token_ids]
+    lengths, prompts = zip(*filled, strict=True) if filled else ((), ())
+    return torch.tensor(lengths, dtype=torch.int64), torch.tensor(prompts, dtype=torch.int64)
+
+
+def places_of(part: Sequence[Response], responses: int, prompts: int, first: int = 0) -> Places:
+    """Where the responses with a token stand, if `part` begins at index `first` of a batch of
+    `responses` responses to `prompts` prompts (0: as many as the part names).
+    """
+    filled = [first + place for place, response in enumerate(part) if response.token_ids]
+    named = max((response.prompt_index for response in part), default=-1) + 1
+    return Places(torch.tensor(filled, dtype=torch.int64), responses, max(prompts, named))
 
 
 class BatchCollector:
@@ -47,7 +63,10 @@ class BatchCollector:
         self._weights_M: torch.Tensor | None = None
         self._held_S: torch.Tensor | None = None
         if sample is not None and any(self._lengths):
-            self._weights_M, self._held_S = sample.draw(*self._filled(), rollouts.policy_version)
+            self._weights_M, self._held_S = sample.draw(
+                *filled_responses(rollouts.responses),
+                places_of(rollouts.responses, len(rollouts.responses), len(rollouts.prompts)),
+            )
         wanted_M = (
             torch.ones(sum(self._lengths), dtype=torch.bool)
             if self._weights_M is None
@@ -226,7 +245,7 @@ class BatchCollector:
             if logprobs is None
             else torch.cat([values.detach().float().cpu() for values in logprobs])
         )
-        lengths_S, prompts_S = self._filled()
+        lengths_S, prompts_S = filled_responses(responses)
         sampling = self._rollouts.sampling
         before_ids_X, before_S = self._before(prompts_S)
         # States scored by other processes are not here, sampled or not.
@@ -261,14 +280,6 @@ class BatchCollector:
         searched = [torch.tensor(copyable(prompt), dtype=torch.int32) for prompt in prompts]
         before = [searched[index] for index in prompts_S.tolist()]
         return torch.cat(before), torch.tensor([len(ids) for ids in before], dtype=torch.int64)
-
-    def _filled(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lengths and prompts of the responses with a token."""
-        filled = [
-            (len(r.token_ids), r.prompt_index) for r in self._rollouts.responses if r.token_ids
-        ]
-        lengths, prompts = zip(*filled, strict=True) if filled else ((), ())
-        return torch.tensor(lengths, dtype=torch.int64), torch.tensor(prompts, dtype=torch.int64)
 
     def _check(
         self, hidden_BTD: torch.Tensor, mask_BT: torch.Tensor, order: list[int | None]

@@ -52,7 +52,7 @@ def held_out(
     HOLDOUT_TOKENS; none if there is only one prompt.
     """
     generator = torch.Generator().manual_seed(seed)
-    groups, group_S = _groups(prompts_S, lengths_S.numel())
+    groups, group_S = prompt_groups(prompts_S, lengths_S.numel())
     held = min(max(HOLDOUT_PROMPTS, round(fraction * groups)), groups - 1)
     order_H = torch.randperm(groups, generator=generator)[:held]
     held_S = torch.isin(group_S, order_H)
@@ -64,7 +64,8 @@ def held_out(
 
 def held_stretches(
     lengths_S: torch.Tensor,
-    prompts_S: torch.Tensor | None,
+    group_S: torch.Tensor,
+    groups: int,
     fraction: float,
     rows: int,
     generator: torch.Generator,
@@ -73,28 +74,34 @@ def held_stretches(
     nothing if there are few prompts.
 
     Prompts are drawn uniformly, so that answers of every length are left for training; within a
-    prompt every token is equally likely to be judged on.
+    prompt every token is equally likely to be judged on. Nothing depends on answers to other
+    prompts, so that they may be missing.
 
     Args:
+        group_S: which of the batch's prompts each answers.
+        groups: number of the batch's prompts.
         rows: maximum rows of all stretches together; a single one may be longer.
 
     Returns:
         Which rows they are, bool `M`; which sequences answer one of these prompts, bool `S`.
     """
-    groups, group_S = _groups(prompts_S, lengths_S.numel())
     judged_M = torch.zeros(int(lengths_S.sum()), dtype=torch.bool)
     if not enough_to_hold_out(groups, fraction):
         return judged_M, torch.zeros_like(lengths_S, dtype=torch.bool)
     order_H = torch.randperm(groups, generator=generator)[: round(fraction * groups)]
     length = max(LEAST_STRETCH, rows // order_H.numel())
     order_H = order_H[: max(1, rows // length)]
+    seeds = torch.randint(2**62, order_H.shape, generator=generator).tolist()
     starts_S = lengths_S.cumsum(0) - lengths_S
-    for group in order_H:
+    for group, seed in zip(order_H, seeds, strict=True):
         answers = (group_S == group).nonzero()[:, 0]
+        if not answers.numel():  # Not here, or all of them are empty.
+            continue
+        own = torch.Generator().manual_seed(seed)
         # Stretches begin at a different place in each answer, or those at its ends would be short.
-        phases_A = torch.randint(length, answers.shape, generator=generator)
+        phases_A = torch.randint(length, answers.shape, generator=own)
         stretches_A = (lengths_S[answers] + phases_A - 1) // length + 1
-        number = int(torch.randint(int(stretches_A.sum()), (1,), generator=generator))
+        number = int(torch.randint(int(stretches_A.sum()), (1,), generator=own))
         answer = int((stretches_A.cumsum(0) <= number).sum())
         place = number - int(stretches_A[:answer].sum())
         sequence = int(answers[answer])
@@ -117,7 +124,7 @@ def hold_out(
     held_S = batch.held_S
     if held_S is None:
         share = fraction if batch.weights_M is None else min(fraction, SAMPLED_SHARE)
-        groups, _ = _groups(batch.prompts_S, batch.lengths_S.numel())
+        groups, _ = prompt_groups(batch.prompts_S, batch.lengths_S.numel())
         if not enough_to_hold_out(groups, share):
             return batch, None
         held_S = held_out(batch.lengths_S, batch.prompts_S, share, seed)
@@ -206,7 +213,7 @@ def _searched(ids_X: torch.Tensor) -> torch.Tensor:
     return ids_X if first == own else torch.cat([ids_X[:own], ids_X[first:]])
 
 
-def _groups(prompts_S: torch.Tensor | None, sequences: int) -> tuple[int, torch.Tensor]:
+def prompt_groups(prompts_S: torch.Tensor | None, sequences: int) -> tuple[int, torch.Tensor]:
     """Number of prompts; which one each sequence answers, 0, 1, ..."""
     if prompts_S is None:
         return sequences, torch.arange(sequences)

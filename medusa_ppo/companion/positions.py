@@ -22,7 +22,7 @@ from heads.targets import (
     segments_from_lengths,
     used_rows,
 )
-from medusa_ppo.companion.holdout import cut_to_states, held_stretches
+from medusa_ppo.companion.holdout import cut_to_states, held_stretches, prompt_groups
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 BLOCK = 256
@@ -203,9 +203,28 @@ def block_rows(rows: int, ahead: int) -> int:
 
 
 @dataclass(frozen=True)
+class Places:
+    """Which of a batch's responses some are.
+
+    Attributes:
+        places_S: index of each among all of the batch's responses.
+        responses: number of the batch's responses.
+        prompts: number of the batch's prompts; `prompts_S` are below it.
+    """
+
+    places_S: torch.Tensor
+    responses: int
+    prompts: int
+
+
+@dataclass(frozen=True)
 class EarlySample:
     """Samples positions where their states are, before anything is padded, gathered or moved: in
     blocks of BLOCK rows of one response. The same lengths give the same sample everywhere.
+
+    Each block has a random number, and those with the smallest are kept. What a response draws does
+    not depend on the others' lengths, so that `candidates` can say of a part of the batch what may
+    be in the sample, before the rest is written.
 
     The heads at a row learn from the actor's own distribution up to `ahead` rows further on, so the
     rows at a block's end only serve the others and are not trained on. Rows at its beginning attend
@@ -216,13 +235,14 @@ class EarlySample:
         holdout_fraction: share of the prompts that have a stretch of one answer held out; these
             stretches are HELD_SHARE of the rows. 0: `companion.holdout` chooses among the blocks
             once all are there.
-        seed: seed of both draws.
+        seed: seed of all draws.
         ahead: number of following rows that heads learn from.
         block: rows of a block; None: BLOCK, or less if few would fit.
         luck: for one of several parts of a batch, whose share may be less than a block: a number
             drawn uniformly from 0..1, with which a part of a block counts as a whole one or as
             none. Each row is then equally likely, whatever the sizes of the blocks. It needs a
             `holdout_fraction` of 0. None: blocks are kept while `rows` has room for them.
+        most: only blocks with a smaller random number, which is uniform in 0..1, may be kept.
     """
 
     rows: float
@@ -231,57 +251,135 @@ class EarlySample:
     ahead: int
     block: int | None = None
     luck: float | None = None
+    most: float = 1.0
 
     def draw(
-        self, lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, policy_version: int
+        self,
+        lengths_S: torch.Tensor,
+        prompts_S: torch.Tensor | None,
+        places: Places | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weights of all rows, float32 `M`, as in `RolloutBatch`; and which responses heads are
         judged on, bool `S`. No response may be empty.
+
+        Args:
+            places: where responses stand in a batch that has empty ones, too; None: they are all.
         """
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + policy_version)
-        judged_M, spared_S = held_stretches(
-            lengths_S, prompts_S, self.holdout_fraction, int(HELD_SHARE * self.rows), generator
-        )
-        segment_M = segments_from_lengths(lengths_S)
-        row_M = torch.arange(segment_M.numel())
-        place_M = row_M - (lengths_S.cumsum(0) - lengths_S)[segment_M]
-        left_M = lengths_S[segment_M] - 1 - place_M
-        block = self.block or block_rows(int(self.rows), self.ahead)
-        # Blocks begin at a different place in each response, so that every row is equally often at
-        # an edge, where it isn't trained on.
-        phase_S = torch.randint(block, lengths_S.shape, generator=generator)
-        blocks_S = (lengths_S + phase_S - 1) // block + 1
-        first_S = blocks_S.cumsum(0) - blocks_S
-        block_M = (place_M + phase_S[segment_M]) // block + first_S[segment_M]
-        rows_B = torch.bincount(block_M)
-        spared_B = spared_S.repeat_interleave(blocks_S)
-        order_B = torch.randperm(rows_B.numel(), generator=generator)
-        order_B = order_B[~spared_B[order_B]]
+        blocks = self._blocks(lengths_S, prompts_S, places)
+        rows_B = torch.bincount(blocks.block_M)
+        order_B = blocks.number_B.argsort()
+        order_B = order_B[blocks.allowed_B[order_B]]
         kept_B = torch.zeros(rows_B.numel(), dtype=torch.bool)
         if self.luck is not None:
-            share = rows_B.numel() * self.rows / row_M.numel()
+            share = rows_B.numel() * self.rows / blocks.block_M.numel()
             kept_B[order_B[: int(share + self.luck)]] = True
         else:
-            fits_B = rows_B[order_B].cumsum(0) <= self.rows - int(judged_M.sum())
+            fits_B = rows_B[order_B].cumsum(0) <= self.rows - int(blocks.judged_M.sum())
             kept_B[order_B[fits_B]] = True
             if self.rows:
                 kept_B[order_B[:1]] = True  # There is always at least one.
-        kept_M = kept_B[block_M]
+        kept_M = kept_B[blocks.block_M]
         # A row whose neighbours were not kept only serves others and isn't trained on.
-        whole_M = kept_M & kept_M[row_M + left_M.clamp(max=self.ahead)]
+        row_M = torch.arange(kept_M.numel())
+        whole_M = kept_M & kept_M[row_M + blocks.left_M.clamp(max=self.ahead)]
         weights_M = whole_M.float() - (~kept_M).float()
-        weights_M[judged_M] = 1.0
-        held_S = torch.zeros_like(spared_S).index_fill_(0, segment_M[judged_M], True)
-        return weights_M, held_S if self.holdout_fraction else None
+        weights_M[blocks.judged_M] = 1.0
+        if not self.holdout_fraction:
+            return weights_M, None
+        judged = segments_from_lengths(lengths_S)[blocks.judged_M]
+        return weights_M, torch.zeros_like(lengths_S, dtype=torch.bool).index_fill_(0, judged, True)
+
+    def candidates(
+        self, lengths_S: torch.Tensor, prompts_S: torch.Tensor, places: Places
+    ) -> torch.Tensor:
+        """Which rows of some of a batch's responses may be in the sample of all, bool `M`. All
+        answers to their prompts must be among them, and none may be empty.
+        """
+        blocks = self._blocks(lengths_S, prompts_S, places)
+        return blocks.allowed_B[blocks.block_M] | blocks.judged_M
+
+    def _blocks(
+        self, lengths_S: torch.Tensor, prompts_S: torch.Tensor | None, places: Places | None
+    ) -> _Blocks:
+        if places is None:
+            groups, group_S = prompt_groups(prompts_S, lengths_S.numel())
+            places = Places(torch.arange(lengths_S.numel()), lengths_S.numel(), groups)
+        else:
+            assert prompts_S is not None, "places are given with prompts"
+            group_S = prompts_S
+        generator = torch.Generator().manual_seed(self.seed)
+        judged_M, spared_S = held_stretches(
+            lengths_S,
+            group_S,
+            places.prompts,
+            self.holdout_fraction,
+            int(HELD_SHARE * self.rows),
+            generator,
+        )
+        segment_M = segments_from_lengths(lengths_S)
+        place_M = torch.arange(segment_M.numel()) - (lengths_S.cumsum(0) - lengths_S)[segment_M]
+        block = self.block or block_rows(int(self.rows), self.ahead)
+        # Blocks begin at a different place in each response, so that every row is equally often at
+        # an edge, where it isn't trained on.
+        phases = torch.randint(block, (places.responses,), generator=generator)
+        phase_S = phases[places.places_S]
+        blocks_S = (lengths_S + phase_S - 1) // block + 1
+        first_S = blocks_S.cumsum(0) - blocks_S
+        of_B = segments_from_lengths(blocks_S)
+        # The first blocks of all the batch's responses, then the second ones: numbers that do not
+        # depend on how long any of them is.
+        numbers_NS = torch.stack(
+            [
+                torch.rand(places.responses, generator=generator, dtype=torch.float64)
+                for _ in range(int(blocks_S.max()))
+            ]
+        )
+        number_B = numbers_NS[torch.arange(of_B.numel()) - first_S[of_B], places.places_S[of_B]]
+        return _Blocks(
+            judged_M=judged_M,
+            block_M=(place_M + phase_S[segment_M]) // block + first_S[segment_M],
+            left_M=lengths_S[segment_M] - 1 - place_M,
+            number_B=number_B,
+            allowed_B=(number_B < self.most) & ~spared_S[of_B],
+        )
+
+    def unless_all_fit(self, rows: int) -> EarlySample | None:
+        """The sample of a batch with this many rows; None: it is all of them."""
+        return None if rows <= self.rows and self.most >= 1.0 else self
 
     def of(self, batch: RolloutBatch) -> RolloutBatch:
         """The same for a batch with all its states."""
-        weights_M, held_S = self.draw(batch.lengths_S, batch.prompts_S, batch.policy_version)
+        own = replace(self, seed=batch_seed(self.seed, batch.policy_version))
+        weights_M, held_S = own.draw(batch.lengths_S, batch.prompts_S)
         return cut_to_states(
             replace(
                 batch, hidden_MD=batch.hidden_MD[weights_M >= 0], weights_M=weights_M, held_S=held_S
             )
         )
+
+
+def batch_seed(seed: int, number: int) -> int:
+    """A seed for one of many batches."""
+    return seed * 1_000_003 + number
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """The blocks of some responses.
+
+    Attributes:
+        judged_M: rows that heads are judged on.
+        block_M: each row's block.
+        left_M: rows that follow in its response.
+        number_B: each block's random number.
+        allowed_B: blocks that may be kept.
+    """
+
+    judged_M: torch.Tensor
+    block_M: torch.Tensor
+    left_M: torch.Tensor
+    number_B: torch.Tensor
+    allowed_B: torch.Tensor
 
 
 FIELDS = (

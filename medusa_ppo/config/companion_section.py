@@ -10,6 +10,10 @@ from medusa_ppo.config.section import Count, Section, Text
 
 HOLDOUT_SHARE = 0.2
 """Share of each batch's responses held out from training, to judge candidates on."""
+MOST_OF_PIECES = 2.0
+"""States that are kept of a batch that is scored in pieces, before all of it is written, as a
+multiple of its sample's rows.
+"""
 LOGITS_BYTES = 1024**3
 """Maximum bytes of float32 logits in a micro-batch of one head."""
 

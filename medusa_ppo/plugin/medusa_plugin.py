@@ -60,6 +60,7 @@ from medusa_ppo.engines.launch import draft_vocabulary
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.plugin import warm_up as warming
 from medusa_ppo.plugin.installer import HeadsInstaller
+from medusa_ppo.plugin.piece_states import PickingTap, PieceStates
 from medusa_ppo.plugin.warm_up import WarmUpReport, warm_up_figures
 
 logger = logging.getLogger(__name__)
@@ -137,6 +138,8 @@ class MedusaPlugin:
         # For each thread: hooks of the engine's and of the models' thread may overlap.
         self._counting = threading.local()
         self._collector: BatchCollector | None = None
+        self._pieces: PieceStates | None = None
+        self._decided = False  # How much to train on the next batch.
         self._tables: Tables | None = None
         self._tables_sent = True
         self.budget = (
@@ -392,6 +395,7 @@ class MedusaPlugin:
         """
         with self._exposed():
             self._book_last()
+        self._decided, self._pieces = False, None  # Of a step that failed.
         self._step.began = self._clock()
         with self._exposed():
             back = self.installer.take_back()
@@ -437,6 +441,7 @@ class MedusaPlugin:
         """
         with self._exposed():
             self._flush()
+            pieces, self._pieces = self._pieces, None
             self._step.rollouts = rollouts
             self._step.serving, self._step.choices = (
                 self.installer.installed,
@@ -444,13 +449,39 @@ class MedusaPlugin:
             )
             self.installer.judge(rollouts)
             if self._companion is not None:
-                self._decision = self.budget.decide() if self.budget else Decision()
+                if not self._decided:
+                    self._decide()
+                self._decided = False
                 if self._wants_states:
                     # Tables that were not sent while nothing was trained.
                     self._send_tables(rollouts.policy_version)
-                    self._collector = self._companion.collector(rollouts)
+                    self._collector = self._companion.collector(
+                        rollouts, None if pieces is None else pieces.sample
+                    )
                     self.empty_responses += self._collector.empty_responses
         return self._collector
+
+    def begin_pieces(self, step: int, responses: int, prompts: int) -> PieceStates | None:
+        """What keeps the states of a batch that is scored piece by piece, before all of it is
+        written; None: none are wanted. `StatesTap.take` gives them to the collector of
+        `rollout_ready`.
+
+        Args:
+            step: number of the step, which tells its sample from others.
+            responses, prompts: how many the batch will have.
+        """
+        if self._companion is None:
+            return None
+        with self.exposed():
+            self._decide()
+            self._decided = True
+            if self._wants_states:
+                sample = self._companion.begin_sample(step)
+                self._pieces = PieceStates(sample, responses, prompts)
+        return self._pieces
+
+    def _decide(self) -> None:
+        self._decision = self.budget.decide() if self.budget else Decision()
 
     @property
     def _wants_states(self) -> bool:
@@ -737,7 +768,7 @@ class MedusaPlugin:
             yield
 
 
-class StatesTap:
+class StatesTap(PickingTap):
     """A plugin's tap, which a loop holds for a whole run: `actor_forward`, and what a loop needs if
     its passes run in other processes.
     """
@@ -753,16 +784,10 @@ class StatesTap:
 
     @property
     def wanted(self) -> tuple[torch.Tensor, ...] | None:
-        """For each response of the last rollouts, the tokens whose states are wanted, bool; None:
-        no tokens.
-        """
         collector = self._plugin._collector
         return None if collector is None else collector.wanted
 
     def put(self, states: Mapping[int, torch.Tensor]) -> None:
-        """Use this instead of a call if other processes run the passes: takes the wanted states of
-        some responses, by index.
-        """
         plugin, collector = self._plugin, self._plugin._collector
         if collector is None:
             return
@@ -771,6 +796,16 @@ class StatesTap:
                 collector.put(sequence, states_ND)
             if collector.complete and plugin._hands_over:
                 plugin._flush()
+
+    def begin_pieces(self, step: int, responses: int, prompts: int) -> PieceStates | None:
+        """As `MedusaPlugin.begin_pieces`."""
+        return self._plugin.begin_pieces(step, responses, prompts)
+
+    def take(self, pieces: PieceStates) -> None:
+        """Take the states of all pieces, once `rollout_ready` knows the whole batch."""
+        wanted = self.wanted
+        if wanted is not None:
+            self.put({s: pieces.take(s, tokens) for s, tokens in enumerate(wanted)})
 
 
 def _why_none(status: CompanionStatus, published: bool) -> str:

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from medusa_ppo.actors.hf import Tap
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.figures import counter_figures, lag_figures, rollout_figures
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.engines.colocated import DEEP_SLEEP
+from medusa_ppo.plugin.medusa_plugin import StatesTap  # medusa
 from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo.batch import PPOBatch, text_batch
 from medusa_ppo.ppo.comparison import compare  # medusa
@@ -75,7 +75,7 @@ class PPOLoop:
         self.evaluation = parts.evaluation
         self.texts = parts.texts
         self.turns = parts.learner.turns
-        self.tap: Tap | None = None
+        self.tap: StatesTap | None = None
         self.plugin = parts.plugin  # medusa
         self.tap = parts.plugin.tap  # medusa
         self.remembered = parts.remembered
@@ -166,8 +166,7 @@ class PPOLoop:
         """
         with self._generating(step):
             self.plugin.before_generation()  # medusa
-            tapped = self.tap is not None
-            rollouts, written = self.maker.write(*self._asked(step), tapped=tapped)
+            rollouts, written = self.maker.write(*self._asked(step), self.tap)
             with self.turns.aside(ACTOR):  # medusa
                 self.plugin.rollout_ready(rollouts)  # medusa
         values = self._keep(step, rollouts, written)
@@ -188,8 +187,7 @@ class PPOLoop:
         with self._generating(step):
             self.turns.clear()
             self.plugin.before_generation()  # medusa
-            tapped = self.tap is not None
-            rollouts, written = self.maker.write(*self._asked(step), tapped=tapped)
+            rollouts, written = self.maker.write(*self._asked(step), self.tap)
             with self.turns.aside(ACTOR):  # medusa
                 self.plugin.rollout_ready(rollouts)  # medusa
             self.turns.sleep(self.engine, self.config.engine.sleep_level)

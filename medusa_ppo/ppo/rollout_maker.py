@@ -14,17 +14,16 @@ One engine call generates all responses of a step, with or without pieces, so it
 full, and its output does not depend on them. A piece is all responses to n consecutive prompts,
 whenever they end. So the configuration, never timing, decides what is computed together, and the
 numbers equal, to the bit, those of the same pieces scored after generation. The engine's call runs
-in its own thread, the models' passes in another one, and rewards in the caller's. A tap on the
-actor's passes (the companion) needs all responses first, so a piece's final states wait on the host
-until then.
+in its own thread, the models' passes in another one, and rewards in the caller's. The plugin's tap
+on the actor's passes takes of each piece the states that may be in the batch's sample
+(`plugin/piece_states.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -33,11 +32,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_ppo.actors.actor_view import ActorView
-from medusa_ppo.actors.hf import Actor, Tap, as_view
+from medusa_ppo.actors.hf import Tap
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, ImagePrompt, Response, Rollouts, Sampling
 from medusa_ppo.engines.pieces import Finished
+from medusa_ppo.plugin.medusa_plugin import StatesTap
+from medusa_ppo.plugin.piece_states import PieceStates
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.generation import Prompt, SpeedPairs
 from medusa_ppo.ppo.learner import PPOLearner
@@ -77,7 +77,7 @@ class Step:
     prompts: list[Prompt]
     sampling: Sampling
     pieces: list[Piece]
-    held: HeldPasses | None
+    held: PieceStates | None
     news: SimpleQueue[Piece | BaseException | None] = field(default_factory=SimpleQueue)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -126,12 +126,16 @@ class RolloutMaker:
     # ---- here and now
 
     def write(
-        self, step: int, prompts: list[Prompt], sampling: Sampling, *, tapped: bool = False
+        self,
+        step: int,
+        prompts: list[Prompt],
+        sampling: Sampling,
+        tap: StatesTap | None = None,
     ) -> Answered:
         """The rollouts of a step, and figures about writing them; pieces are scored meanwhile.
 
         Args:
-            tapped: `score` will get a tap.
+            tap: the one that `score` will get.
         """
         self.timeline = Timeline()
         self._fetch_images(prompts)
@@ -140,7 +144,11 @@ class RolloutMaker:
             with self.timeline.at_work("engine"):
                 written = self._ask(prompts, sampling, step)
             return self._answered(written, sampling)
-        self._step = work = Step(prompts, sampling, pieces, HeldPasses() if tapped else None)
+        held = None
+        if tap is not None:
+            responses = len(prompts) * sampling.responses_per_prompt
+            held = tap.begin_pieces(step, responses, len(prompts))
+        self._step = work = Step(prompts, sampling, pieces, held)
         self._learner.begin_batch(sampling)
 
         def ask() -> Written:
@@ -242,10 +250,10 @@ class RolloutMaker:
             for piece in work.pieces
         ):
             measured, rewards = self._joined(batch, work.pieces)
-            if tap is not None and work.held is not None:
+            if isinstance(tap, StatesTap) and work.held is not None:
                 # A tap may read the actor's tables.
                 with self._learner.turns.on(ACTOR):
-                    work.held.hand_over(self._learner.actor, tap)
+                    tap.take(work.held)
         else:
             # In one go: after an engine was lost, the responses may differ from those already
             # scored.
@@ -311,7 +319,7 @@ class RolloutMaker:
 
     def _measure(self, work: Step, piece: Piece) -> Measured:
         batch = PPOBatch(_part(work, piece), self._learner.device, self._pad_id, piece.places.start)
-        tap = None if work.held is None else work.held.tap(piece.places.start)
+        tap = None if work.held is None else work.held.tap(piece.places.start, piece.scored)
         return self._learner.measure(batch, work.sampling, tap, self.timeline)
 
     def _reward_whole(self, work: Step) -> None:
@@ -372,58 +380,3 @@ def _part(work: Step, piece: Piece) -> Rollouts:
         0.0,
         work.sampling,
     )
-
-
-@dataclass
-class PastPass(ActorView):
-    """An actor whose pass was tapped earlier: nothing needs to happen inside `tap` any more."""
-
-    actor: ActorView
-    hidden_BTD: Tensor
-
-    @contextlib.contextmanager
-    def tap(self) -> Iterator[PastPass]:
-        yield self
-
-    @property
-    def lm_head_VD(self) -> Tensor:
-        return self.actor.lm_head_VD
-
-    @property
-    def embedding_VD(self) -> Tensor:
-        return self.actor.embedding_VD
-
-
-class HeldPasses:
-    """The actor's final states, kept on the host until their passes are tapped. Each row begins
-    with the first state that predicts a response token.
-    """
-
-    def __init__(self) -> None:
-        self._passes: list[tuple[Tensor, Tensor, tuple[int, ...]]] = []
-
-    def tap(self, first: int) -> Tap:
-        """Context around the passes over a piece; `first` is its first sequence's batch index."""
-
-        @contextlib.contextmanager
-        def held(
-            actor: Actor, response_mask_BT: Tensor, sequences: tuple[int, ...]
-        ) -> Iterator[None]:
-            with as_view(actor).tap() as tap:
-                yield
-            start = int(response_mask_BT.any(dim=0).int().argmax()) - 1
-            places = tuple(first + s for s in sequences)
-            self._passes.append(
-                (tap.hidden_BTD[:, start:].cpu(), response_mask_BT[:, start:].cpu(), places)
-            )
-
-        return held
-
-    def hand_over(self, actor: Actor, tap: Tap) -> None:
-        """Hand them to the tap, pass by pass, in their original order."""
-        passes = self._passes
-        self._passes = []
-        for hidden_BTD, response_mask_BT, places in passes:
-            past: Any = PastPass(as_view(actor), hidden_BTD)
-            with tap(past, response_mask_BT, places):
-                pass

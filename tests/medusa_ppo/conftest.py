@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.wire import TableRows
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Rollouts
@@ -110,6 +111,7 @@ class RecordingCompanion:
         self.offer: PublishedHeads | None = None
         self.drained = 0
         self.left_out = 0
+        self.most = 1 << 20
         self.train_s = 0.0
         self.shared = True
         self.takes_turns = False
@@ -131,10 +133,15 @@ class RecordingCompanion:
         self.left_out += tokens
 
     def most_rows(self) -> int:
-        return 1 << 20
+        return self.most
 
-    def collector(self, rollouts: Rollouts) -> BatchCollector:
-        return BatchCollector(rollouts)
+    def begin_sample(self, number: int) -> EarlySample:
+        return EarlySample(self.most_rows(), 0.2, number, ahead=4)
+
+    def collector(self, rollouts: Rollouts, sample: EarlySample | None = None) -> BatchCollector:
+        tokens = sum(len(response.token_ids) for response in rollouts.responses)
+        sample = sample or self.begin_sample(rollouts.policy_version)
+        return BatchCollector(rollouts, sample.unless_all_fit(tokens))
 
     def submit(self, batch: RolloutBatch, rows: TableRows | None = None) -> None:
         self.batches.append(batch)

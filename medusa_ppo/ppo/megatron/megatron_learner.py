@@ -57,7 +57,7 @@ from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.actor_sync import actor_stream
-from medusa_ppo.plugin.medusa_plugin import StatesTap
+from medusa_ppo.plugin.piece_states import PickingTap
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.critic import Critic, ValueTotals
 from medusa_ppo.ppo.learner import PPOLearner, Tap
@@ -333,8 +333,7 @@ class MegatronLearner(PPOLearner):
     def _begin_scoring(
         self, batch: PPOBatch, sampling: Sampling, tap: Tap | None, timeline: Timeline
     ) -> Callable[[], PolicyScores]:
-        # The plugin's own tap says which states it wants, so ranks return no others.
-        picks = tap if isinstance(tap, StatesTap) else None
+        picks = tap if isinstance(tap, PickingTap) else None
         wanted = None if picks is None else picks.wanted
         tapped = tap is not None if picks is None else wanted is not None
         answers = self._team.begin(

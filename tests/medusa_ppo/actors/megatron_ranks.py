@@ -26,6 +26,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from medusa_ppo.actors.hf import HiddenTap
 from medusa_ppo.actors.megatron import MegatronActor
 from medusa_ppo.companion.collector import BatchCollector
+from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.wire import TableRows
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
@@ -105,7 +106,7 @@ class KeepingCompanion:
     def give_way(self, wanted: bool) -> None:
         pass
 
-    def collector(self, rollouts: Rollouts) -> BatchCollector:
+    def collector(self, rollouts: Rollouts, sample: EarlySample | None = None) -> BatchCollector:
         return BatchCollector(rollouts)
 
     def count_left_out(self, tokens: int) -> None:

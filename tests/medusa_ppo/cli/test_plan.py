@@ -582,6 +582,14 @@ def test_a_gpu_is_asked_what_drafting_would_bring(tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "This GPU is unknown" in refused.output
 
 
+@pytest.mark.parametrize("pieces", [None, 4])
+def test_the_states_of_pieces_are_counted(folder: Path, pieces: int | None) -> None:
+    config = build_config({"model": {"path": str(folder)}, "ppo": {"piece_prompts": pieces}})
+    parts = make_plan(config, NO_GPU).processes[0].parts
+    held = [size for what, size in parts.items() if what.startswith("states of pieces")]
+    assert held == ([config.companion.queue_bytes] if pieces else [])
+
+
 def test_roles_that_take_turns_come_once_for_each_piece() -> None:
     """Reference and weights of the learners for each, what is learned with once."""
     sizes = ModelSizes.from_config({**SMALL, "num_key_value_heads": 2})

@@ -194,7 +194,7 @@ def test_two_samples_of_several_processes_fit_into_the_queue(
             luck = (rank + found.random()) / ranks
             block = block_rows(rows, ahead)
             sample = EarlySample(rows / ranks, 0.0, found.getrandbits(32), ahead, block, luck=luck)
-            weights_M, _ = sample.draw(lengths_S, None, 0)
+            weights_M, _ = sample.draw(lengths_S, None)
             total += int((weights_M >= 0).sum())
         return total
 

@@ -125,7 +125,7 @@ def test_a_sample_is_judged_on_a_stretch_of_one_answer_to_each_of_some_prompts()
     lengths_S = torch.full((96,), 150)
     prompts_S = torch.arange(96) // 2
     sample = EarlySample(96 * 150 // 2, 0.2, seed=3, ahead=3)
-    weights_M, held_S = sample.draw(lengths_S, prompts_S, policy_version=5)
+    weights_M, held_S = sample.draw(lengths_S, prompts_S)
     kept_ST = weights_M.view(96, 150) >= 0
     held = prompts_S[held_S]
     assert held.numel() == held.unique().numel() == 7, "as many prompts as have room"
@@ -134,10 +134,10 @@ def test_a_sample_is_judged_on_a_stretch_of_one_answer_to_each_of_some_prompts()
     assert int(stretches_S.max()) <= 64 and int(stretches_S.sum()) <= sample.rows / 10
     assert bool((kept_ST[held_S].int().diff(dim=1).abs().sum(1) <= 2).all()), "each in one piece"
     assert 0.9 * sample.rows < int(kept_ST.sum()) <= sample.rows
-    assert torch.equal(held_S, sample.draw(lengths_S, prompts_S, 5)[1])
+    assert torch.equal(held_S, sample.draw(lengths_S, prompts_S)[1])
     assert any(
-        not torch.equal(held_S, sample.draw(lengths_S, prompts_S, version)[1])
-        for version in range(5)
+        not torch.equal(held_S, replace(sample, seed=seed).draw(lengths_S, prompts_S)[1])
+        for seed in range(5)
     )
 
 
@@ -147,7 +147,7 @@ def test_of_a_large_batch_nearly_the_whole_budget_is_trained_on() -> None:
     """
     lengths_S = torch.full((1024,), 2048)
     sample = EarlySample(32_672, HOLDOUT_SHARE, seed=0, ahead=4)
-    weights_M, held_S = sample.draw(lengths_S, torch.arange(1024) // 16, 0)
+    weights_M, held_S = sample.draw(lengths_S, torch.arange(1024) // 16)
     trained = int((weights_M[~held_S.repeat_interleave(2048)] > 0).sum())
     assert trained >= 0.9 * sample.rows and int((weights_M >= 0).sum()) <= sample.rows
     assert int(held_S.sum()) >= HOLDOUT_PROMPTS, "one batch is enough to decide"
@@ -162,8 +162,8 @@ def test_a_sample_is_blocks_whose_ends_are_there_for_the_others() -> None:
     count, longest = 40, int(lengths_S.max())
     trained_ST = torch.zeros(300, longest)
     judged_ST = torch.zeros(300, longest)
-    for version in range(count):
-        weights_M, held_S = sample.draw(lengths_S, None, version)
+    for seed in range(count):
+        weights_M, held_S = replace(sample, seed=seed).draw(lengths_S, None)
         padded_ST = torch.nn.utils.rnn.pad_sequence(
             list(weights_M.split(lengths_S.tolist())), batch_first=True
         )  # Beyond the end: 0.
@@ -207,7 +207,7 @@ def test_a_share_of_less_than_a_block_is_a_whole_block_sometimes() -> None:
     luck = torch.rand(count, generator=torch.Generator().manual_seed(5)).tolist()
     for seed in range(count):
         sample = EarlySample(rows, 0.0, seed, ahead=4, block=BLOCK, luck=luck[seed])
-        weights_M, held_S = sample.draw(lengths_S, None, 0)
+        weights_M, held_S = sample.draw(lengths_S, None)
         assert held_S is None
         kept_M = weights_M >= 0
         chosen_M += kept_M

@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from heads.errors import EngineError, RunError
+from medusa_ppo.config.companion_section import MOST_OF_PIECES
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Response, Rollouts, Sampling
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
+from medusa_ppo.plugin.piece_states import PieceStates
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.rewards import CallableReward
@@ -59,11 +61,14 @@ def in_any_order(seed: int) -> Callable[..., None]:
     return tell
 
 
-def run(config: RunConfig, actor: Any, engine_class: type) -> tuple[list[dict], torch.Tensor, list]:
-    """Figures that no clock gave, the actor's weights, and the companion's batches. Where the
-    engine writes ahead, the clock decides in which step a sync is counted.
+def run(
+    config: RunConfig, actor: Any, engine_class: type, most: int = 1 << 20
+) -> tuple[list[dict], torch.Tensor, list]:
+    """Figures that no clock gave, the actor's weights, and the companion's batches, of `most` rows.
+    Where the engine writes ahead, the clock decides in which step a sync is counted.
     """
     recorder = RecordingCompanion()
+    recorder.most = most
     scene = LoopScene(config, actor, engine_class, lambda engine: MedusaPlugin(engine, recorder))
     steps = [
         {key: value for key, value in step.items() if not key.endswith(CLOCKED)}
@@ -110,6 +115,35 @@ def test_pieces_are_to_the_bit_the_whole_batch_where_each_sequence_is_computed_a
         found.append(run(config, tiny_actor(), telling(sampling_engine, in_any_order(0))))
     same(found[1], found[0])
     same(found[2], found[0])
+
+
+def test_of_pieces_no_more_states_are_kept_than_may_be_in_the_sample(
+    tmp_path: Path, tiny_actor, sampling_engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All states of a batch waited on the host until it was written, and of Megatron's ranks all
+    went through the loop's process; then most of them were thrown away.
+    """
+    whole = run(settings(tmp_path / "whole", micro_batch_size=1), tiny_actor(), sampling_engine)
+    tokens = [len(batch.hidden_MD) for batch in whole[2]]
+    most = min(tokens) // 4
+    kept = []
+    put = PieceStates.put
+
+    def counted(held: PieceStates, sequence: int, states_ND: torch.Tensor) -> None:
+        put(held, sequence, states_ND)
+        kept.append(held.kept)
+
+    monkeypatch.setattr(PieceStates, "put", counted)
+    config = settings(tmp_path / "pieces", piece_prompts=1, micro_batch_size=1)
+    found = run(config, tiny_actor(), telling(sampling_engine, in_any_order(0)), most)
+    assert found[0] == whole[0] and torch.equal(found[1], whole[1]), "the policy is as it was"
+    for sampled, batch in zip(found[2], whole[2], strict=True):
+        assert most / 2 < len(sampled.hidden_MD) <= most
+        ends = set(map(tuple, batch.hidden_MD.tolist()))
+        assert {tuple(row) for row in sampled.hidden_MD.tolist()} <= ends, "states of this batch"
+    longest = max(int(batch.lengths_S.max()) for batch in whole[2])
+    responses_of_a_piece = 4
+    assert max(kept) <= MOST_OF_PIECES * most + longest * responses_of_a_piece < max(tokens)
 
 
 def test_micro_batches_of_pieces_change_nothing_but_rounding(
