@@ -29,6 +29,7 @@ from medusa_ppo.drafting.products import (
     TABLE_ENTRIES,
     cast,
     normalised,
+    pieces,
     plain_linear,
     token_tables,
 )
@@ -301,14 +302,14 @@ class Seen:
     Attributes:
         query_BD: query of each request's newest pair, for the first layer of the context.
         ids_B: token of that pair.
-        kept_BnR, there_Bn: from `PairRing.read`; the newest pair is the last one, and never masked.
+        kept: reads, for some of the requests, the values `[., n, R]` and the mask `[., n]` of
+            `PairRing.read`; the newest pair is the last one, and never masked.
         told_BKH: what copying found in the text (`drafting.texts`); None: nothing.
     """
 
     query_BD: torch.Tensor
     ids_B: torch.Tensor
-    kept_BnR: torch.Tensor
-    there_Bn: torch.Tensor
+    kept: Callable[[slice], tuple[torch.Tensor, torch.Tensor]]
     told_BKH: torch.Tensor | None = None
 
 
@@ -451,24 +452,44 @@ class ContextHeads:
         """What requests see if each one's newest pair is the last of its n pairs."""
         pairs_BnX = self.pairs(hidden_BnD.flatten(0, 1), ids_Bn.flatten()).view(*ids_Bn.shape, -1)
         D = self.config.hidden_size
-        return Seen(pairs_BnX[:, -1, :D], ids_Bn[:, -1], pairs_BnX[:, :, D:], there_Bn)
+        kept_BnR = pairs_BnX[:, :, D:]
+        return Seen(
+            pairs_BnX[:, -1, :D], ids_Bn[:, -1], lambda rows: (kept_BnR[rows], there_Bn[rows])
+        )
 
     def note(self, ring: PairRing, arrived: Arrived) -> torch.Tensor:
-        """Write a step's pairs to the ring; they are also returned (`pairs`)."""
+        """Write a step's pairs to the ring; returns the queries of all, `ND`."""
         D = self.config.hidden_size
-        pairs_NX = self.pairs(arrived.hidden_ND, arrived.ids_N)
-        ring.write(arrived.slots_N, arrived.requests_N, arrived.positions_N, pairs_NX[:, D:])
-        return pairs_NX
+        queries = []
+        # The product, what the tokens add, and their sum.
+        row_bytes = 3 * (D + self.kept_width) * self.dtype.itemsize
+        for rows in pieces(len(arrived.ids_N), row_bytes):
+            pairs_nX = self.pairs(arrived.hidden_ND[rows], arrived.ids_N[rows])
+            ring.write(
+                arrived.slots_N[rows],
+                arrived.requests_N[rows],
+                arrived.positions_N[rows],
+                pairs_nX[:, D:],
+            )
+            queries.append(pairs_nX[:, :D])
+        # A copy of several, so that nothing else of the pairs stays.
+        return queries[0] if len(queries) == 1 else torch.cat(queries)
 
     def look_back(self, ring: PairRing, arrived: Arrived, at: Standing) -> Seen:
-        """Write a step's pairs to the ring, and read what each request attends to."""
-        D = self.config.hidden_size
-        pairs_NX = self.note(ring, arrived)
-        kept_BnR, there_Bn = ring.read(at.slots_B, at.requests_B, at.positions_B)
-        # This is true except for requests whose prompt isn't finished; their drafts are never read.
-        there_Bn[:, -1] = True
+        """Write a step's pairs to the ring, from which each request's are read."""
+        query_ND = self.note(ring, arrived)
+
+        def read(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+            kept_BnR, there_Bn = ring.read(
+                at.slots_B[rows], at.requests_B[rows], at.positions_B[rows]
+            )
+            # This is true except for requests whose prompt isn't finished; their drafts are never
+            # read.
+            there_Bn[:, -1] = True
+            return kept_BnR, there_Bn
+
         own_B = arrived.own_B
-        return Seen(pairs_NX[own_B, :D], arrived.ids_N[own_B], kept_BnR, there_Bn)
+        return Seen(query_ND[own_B], arrived.ids_N[own_B], read)
 
     def alone(self, hidden_BD: torch.Tensor, ids_B: torch.Tensor) -> Seen:
         """What requests see if each sees only its newest pair."""
@@ -480,21 +501,38 @@ class ContextHeads:
 
     def start(self, hidden_BD: torch.Tensor, seen: Seen) -> CellState:
         """h_t plus its context."""
+        row_bytes = self.config.context * self.kept_width * self.dtype.itemsize
+        found = [
+            self._with_context(hidden_BD[rows], seen.query_BD[rows], seen.ids_B[rows], seen, rows)
+            for rows in pieces(len(hidden_BD), row_bytes)
+        ]
+        base_BD = found[0] if len(found) == 1 else torch.cat(found)
+        return CellState(base_BD, self._start(normalised(base_BD, self.dtype)), seen.told_BKH)
+
+    def _with_context(
+        self,
+        hidden_BD: torch.Tensor,
+        query_BD: torch.Tensor,
+        ids_B: torch.Tensor,
+        seen: Seen,
+        rows: slice,
+    ) -> torch.Tensor:
+        """h_t of some rows plus their context."""
         D = self.config.hidden_size
         base_BD = hidden_BD
+        kept_BnR, there_Bn = seen.kept(rows)
         for layer in range(self.config.context_layers):
-            query_BD = seen.query_BD
             if layer:
                 asked_BD = self._ask[layer - 1](normalised(base_BD, self.dtype))
-                query_BD = cast(asked_BD + self._token(layer + 1, seen.ids_B), self.dtype)
-            kept_Bn2D = seen.kept_BnR[:, :, 2 * D * layer : 2 * D * (layer + 1)]
-            mixed_BD = self._attend(query_BD, kept_Bn2D, seen.there_Bn)
+                query_BD = cast(asked_BD + self._token(layer + 1, ids_B), self.dtype)
+            kept_Bn2D = kept_BnR[:, :, 2 * D * layer : 2 * D * (layer + 1)]
+            mixed_BD = self._attend(query_BD, kept_Bn2D, there_Bn)
             base_BD = base_BD + self._out[layer](mixed_BD)
             if self._feed:
                 feed_in, feed_out = self._feed[layer]
                 inner_BF = F.silu(feed_in(normalised(base_BD, self.dtype)))
                 base_BD = base_BD + feed_out(cast(inner_BF, self.dtype))
-        return CellState(base_BD, self._start(normalised(base_BD, self.dtype)), seen.told_BKH)
+        return base_BD
 
     def _attend(
         self, query_BD: torch.Tensor, kept_Bn2D: torch.Tensor, there_Bn: torch.Tensor

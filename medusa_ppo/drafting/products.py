@@ -22,7 +22,7 @@ the draft vocabulary.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -54,6 +54,8 @@ come from the whole vocabulary.
 ROWS_AT_ONCE = 256
 # Random states on which a product is compared with the engine's; each costs a row of V logits.
 ROWS_TRIED = 4
+PIECE_BYTES = 32 << 20
+"""What is made of rows for a moment, at most: of many requests one piece after the other."""
 EMBED = Callable[[torch.Tensor], torch.Tensor]
 """Ids int64 `[B]` -> rows `[B, D]` of the actor's embedding table."""
 TABLE_ENTRIES = 1 << 24
@@ -554,6 +556,13 @@ def normalised(rows_ND: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return cast(rows_ND * inverse_rms(rows_ND), dtype)
     # One kernel on a GPU; on a CPU it is composed of more operations than the above.
     return cast(F.rms_norm(rows_ND, rows_ND.shape[-1:], eps=RMS_EPS), dtype)
+
+
+def pieces(rows: int, row_bytes: int) -> Iterator[slice]:
+    """Cuts rows into pieces for which that many bytes each take at most PIECE_BYTES together."""
+    at_once = max(1, PIECE_BYTES // row_bytes)
+    for first in range(0, rows, at_once):
+        yield slice(first, min(rows, first + at_once))
 
 
 def cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -28,11 +28,12 @@ from medusa_ppo.drafting.products import (
     PACK,
     TABLE_ENTRIES,
     cast,
+    pieces,
     plain_linear,
     token_tables,
 )
 
-ROUND_PLACES = 128
+ROUND_PLACES = 32
 """If the longest text's length is known, the number of searched places is a multiple of this."""
 
 
@@ -89,6 +90,31 @@ class TextRing:
     ) -> None:
         """Store the keys of tokens that were written."""
         self.keys_SALw[slots_N, :, positions_N % self.places] = keys_NAw
+
+    def scores(self, slots_B: torch.Tensor, query_BAw: torch.Tensor, searched: int) -> torch.Tensor:
+        """Product of each request's queries with the keys of its first places, `[B, A, searched]`
+        in the dtype of the keys.
+        """
+        keys_SALw = self.keys_SALw[:, :, :searched]
+        # In this order: keys times a column take two to four times as long on a CPU.
+        query_BA1w = cast(query_BAw, self.keys_SALw.dtype).unsqueeze(2)
+        score_BA1L = query_BA1w.new_empty((*query_BAw.shape[:2], 1, searched))
+        if slots_B.device.type == "cpu":
+            # By request, where its keys are: to copy them takes longer than the product.
+            keys_SAwL = keys_SALw.transpose(2, 3)
+            for slot, query_A1w, score_A1L in zip(
+                slots_B.tolist(), query_BA1w.unbind(0), score_BA1L.unbind(0), strict=True
+            ):
+                torch.bmm(query_A1w, keys_SAwL[slot], out=score_A1L)
+            return score_BA1L.squeeze(2)
+        for rows in pieces(len(slots_B), keys_SALw[0].numel() * keys_SALw.itemsize):
+            keys_BALw = keys_SALw.index_select(0, slots_B[rows])
+            torch.bmm(
+                query_BA1w[rows].flatten(0, 1),
+                keys_BALw.flatten(0, 1).transpose(1, 2),
+                out=score_BA1L[rows].view(-1, 1, searched),
+            )
+        return score_BA1L.squeeze(2)
 
     def ages(self, newest_B: torch.Tensor, searched: int) -> torch.Tensor:
         """How far before the newest token of each request the first places' tokens are, `[B,
@@ -248,9 +274,12 @@ class Copier:
         among these.
         """
         ring.write_ids(slots_N, positions_N, ids_N)
-        keys_NC = self._last_tokens(ring, slots_N, positions_N, half=1)
-        keys_NAw = keys_NC.unflatten(1, (self.config.copy_parts, -1))
-        ring.write_keys(slots_N, positions_N, keys_NAw.to(ring.keys_SALw.dtype))
+        # The embedding's rows, and normalised.
+        row_bytes = 2 * self.config.copy_tokens * self.config.hidden_size * self.dtype.itemsize
+        for rows in pieces(len(ids_N), row_bytes):
+            keys_NC = self._last_tokens(ring, slots_N[rows], positions_N[rows], half=1)
+            keys_NAw = keys_NC.unflatten(1, (self.config.copy_parts, -1))
+            ring.write_keys(slots_N[rows], positions_N[rows], keys_NAw.to(ring.keys_SALw.dtype))
 
     @torch.no_grad()
     def write_again(self, ring: TextRing) -> None:
@@ -283,14 +312,12 @@ class Copier:
         if longest is not None:
             searched = min(searched, -(-longest // ROUND_PLACES) * ROUND_PLACES)
         query_BC = self._last_tokens(ring, slots_B, newest_B, half=0)
-        query_BA1w = query_BC.unflatten(1, (self.config.copy_parts, 1, -1))
-        keys_BALw = ring.keys_SALw[:, :, :searched].index_select(0, slots_B)
-        # In this order: keys times a column take two to four times as long on a CPU.
-        score_BA1L = torch.matmul(cast(query_BA1w, keys_BALw.dtype), keys_BALw.transpose(2, 3))
+        query_BAw = query_BC.unflatten(1, (self.config.copy_parts, -1))
+        score_BAL = ring.scores(slots_B, query_BAw, searched)
         age_BL = ring.ages(newest_B, searched)
         not_BL = (age_BL < K) | (age_BL > newest_B.unsqueeze(1))
         older_BL = (age_BL * -AGE_STEP).masked_fill_(not_BL, -torch.inf)
-        score_BAL = score_BA1L.squeeze(2) + older_BL.unsqueeze(1)  # float32, like the ages.
+        score_BAL = score_BAL + older_BL.unsqueeze(1)  # float32, like the ages.
         best_BAm, place_BAm = score_BAL.topk(min(SERVED_PLACES, searched), dim=2)
         none_BA1 = self._none_A.view(1, -1, 1).expand(len(slots_B), -1, 1)
         share_BAm = torch.cat([none_BA1, best_BAm], 2).softmax(2)[..., 1:].to(self.dtype)
@@ -311,7 +338,12 @@ class Copier:
                 per_sample_weights=share_BKAm.reshape(batch * count, -1),
             )
             return told_XH.view(batch, count, -1)
-        rows_BKAmD = self._embedded(ids_BKAm)
-        mixed_BKAD = (rows_BKAmD * share_BKAm.unsqueeze(-1)).sum(3)
-        told_XH = self._enter(self._gather(mixed_BKAD.view(batch * count, -1)))
+        told = []
+        # The embedding's rows, normalised, and by shares.
+        row_bytes = 3 * ids_BKAm[0].numel() * self.config.hidden_size * self.dtype.itemsize
+        for rows in pieces(batch, row_bytes):
+            rows_BKAmD = self._embedded(ids_BKAm[rows])
+            mixed_BKAD = (rows_BKAmD * share_BKAm[rows].unsqueeze(-1)).sum(3)
+            told.append(self._enter(self._gather(mixed_BKAD.view(len(mixed_BKAD) * count, -1))))
+        told_XH = told[0] if len(told) == 1 else torch.cat(told)
         return told_XH.view(batch, count, -1)

@@ -6,6 +6,7 @@ Shape letters as in the modules.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.drafting.context import ContextHeads, PairRing, Seen
+from medusa_ppo.config.heads_section import HeadsSection
+from medusa_ppo.drafting.context import Arrived, ContextHeads, PairRing, Standing
 from medusa_ppo.drafting.core import DraftingCore, DraftSampling
 from medusa_ppo.drafting.memory import SUFFIX, Drawn, Recall, Trust, Waiting
 from medusa_ppo.drafting.noise import ACCEPT_STREAM, DRAFT_STREAM, uniforms
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 from medusa_ppo.drafting.stopping import Stopping
+from medusa_ppo.drafting.texts import TextRing
 from medusa_ppo.drafting.verify import DraftRows, TargetRows, accepted_run, residual_sample
 
 D, V, K, B, W = 8, 12, 4, 5, 6
@@ -101,16 +104,18 @@ def test_the_instrument_sees_a_read_and_a_copy() -> None:
                 torch.ones(3)
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "context"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "context", "default"])
 @pytest.mark.parametrize("vocabulary", [False, True])
 def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
     width = W if vocabulary else V
     with FakeTensorMode(), Indexing():
         with torch.device("cuda"):
-            pairs = 4 if kind == "context" else 0
-            heads = MedusaHeads(
-                HeadsConfig(D, V, K, kind="hydra" if pairs else kind, context=pairs)
-            ).requires_grad_(False)
+            if kind == "default":
+                config = HeadsSection(num_heads=K).sizes(D, V)
+            else:
+                pairs = 4 if kind == "context" else 0
+                config = HeadsConfig(D, V, K, kind="hydra" if pairs else kind, context=pairs)
+            heads = MedusaHeads(config).requires_grad_(False)
             lm_head_VD, table_VD, hidden_BD = (torch.zeros(rows, D) for rows in (V, V, B))
             ids_W = torch.zeros(W, dtype=torch.int64) if vocabulary else None
             rows_B = torch.zeros(B, dtype=torch.int64)
@@ -124,14 +129,21 @@ def test_a_step_stays_on_the_device(kind: str, vocabulary: bool) -> None:
         if ids_W is not None:
             core.use_vocabulary(ids_W, lambda f: F.linear(f, lm_head_VD.narrow(0, 0, W)))
         slots = DraftSlots(8, K, width, rows_B.device, ids_W)
-        ring = PairRing(8, 4, 2 * D, hidden_BD.dtype, rows_B.device)
+        device = rows_B.device
+        ring = PairRing(8, max(config.context, 1), 2 * D, hidden_BD.dtype, device)
+        texts = TextRing(8, 64, max(config.copy_parts, 1), 64, hidden_BD.dtype, device)
         with NoCopies():
             seen = None
+            at = Standing(rows_B, rows_B, rows_B)
             if isinstance(core.fused, ContextHeads):
-                pairs_NX = core.fused.pairs(hidden_BD, rows_B)
-                ring.write(rows_B, rows_B, rows_B, pairs_NX[:, D:])
-                kept_BnR, there_Bn = ring.read(rows_B, rows_B, rows_B)
-                seen = Seen(pairs_NX[:, :D], rows_B, kept_BnR, there_Bn)
+                arrived = Arrived.of_step(
+                    hidden_BD, rows_B, rows_B, rows_B, rows_B, at, ring.spare, K + 1
+                )
+                seen = core.fused.look_back(ring, arrived, at)
+                if core.copier is not None:
+                    core.copier.write(texts, arrived.slots_N, arrived.positions_N, arrived.ids_N)
+                    told_BKH = core.copier.find(texts, rows_B, rows_B)
+                    seen = replace(seen, told_BKH=told_BKH)
             sampling = DraftSampling(
                 share_B, uniforms(rows_B, rows_B, rows_B == 0, DRAFT_STREAM, K), rows_B, share_B
             )
