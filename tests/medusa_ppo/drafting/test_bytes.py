@@ -175,7 +175,7 @@ def test_a_large_batch_drafts_and_verifies_in_little_memory() -> None:
 def test_what_drawing_takes_grows_little_with_the_actor() -> None:
     """Rows of the width of the actor come in pieces."""
     found = [counted(1024, 4, 152_064, 8192, hidden)["drawing"] for hidden in (4096, 8192)]
-    assert found[1] - found[0] < 300e6, found
+    assert found[1] - found[0] < 400e6, found
 
 
 def test_without_a_draft_vocabulary_verification_holds_no_second_row_of_each_draft() -> None:
