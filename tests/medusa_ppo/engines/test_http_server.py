@@ -418,6 +418,15 @@ def test_a_servers_own_penalties_do_not_touch_the_rollouts(ask) -> None:
     }
 
 
+@pytest.mark.parametrize("reason", ["abort", "repetition", None])
+def test_a_response_that_the_server_broke_off_is_not_learned_from(ask, reason) -> None:
+    body = {"choices": [{**COMPLETION["choices"][0], "finish_reason": reason}]}
+    engine, _ = ask(lambda connection, request: connection.sendall(answer(body)))
+    with pytest.raises(EngineError, match=f"finish_reason {reason}"):
+        engine.generate([[1, 2]], Sampling(max_new_tokens=4))
+    engine.close()
+
+
 def test_what_a_server_says_twice_is_no_answer_to_the_next_question(ask) -> None:
     other = json.loads(json.dumps(COMPLETION).replace("3, 4", "5, 6"))
     engine, server = ask(
