@@ -431,9 +431,16 @@ class ServerEngine(base.WorkerEngine):
                     f"{len(token_ids)} tokens for max_tokens {sampling.max_new_tokens},"
                     f" {len(strange)} outside the vocabulary"
                 )
-            return base.checked_response(
-                prompt_index, token_ids, logprobs, str(choice["finish_reason"])
-            )
+            reason = str(choice["finish_reason"])
+            # A shared server can break a response off, e.g. for another client's pause.
+            if reason not in ("stop", "length"):
+                raise EngineError(
+                    "The vLLM server broke a response off.",
+                    given=f"finish_reason {reason} after {len(token_ids)} tokens, {self._address}",
+                    expected="finish_reason stop or length",
+                    do="Check who else pauses, syncs or aborts requests on this server.",
+                )
+            return base.checked_response(prompt_index, token_ids, logprobs, reason)
 
         return self._json("POST", "/v1/completions", response, within_s=longest_s, json=given)
 

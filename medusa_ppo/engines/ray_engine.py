@@ -44,6 +44,7 @@ from medusa_ppo.runtime.processes import (
     ray_errors,
     release,
     reserve,
+    run_hardware,
 )
 
 START_TIMEOUT_S = 600.0
@@ -420,7 +421,7 @@ def make_engine(
         places: other processes' places, one for each engine to share (backend `colocated`); none:
             Ray finds places for them.
     """
-    config = settled_engine(config)
+    config = settled_engine(config, run_hardware() if config.backend == COLOCATED else None)
     # Decided before any of them starts, so that the first does not take another's place.
     servers = gpu_places(config, visible_gpus()).servers
 

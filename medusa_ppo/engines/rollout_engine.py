@@ -516,6 +516,12 @@ def sampling_arguments(sampling: Sampling, stop: Sequence[int], seed: int | None
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        # Left out, a server would take these from its model's generation_config.json; the learner
+        # computes log-probs without them.
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "max_tokens": sampling.max_new_tokens,
         "seed": seed,
         "ignore_eos": sampling.ignore_eos,

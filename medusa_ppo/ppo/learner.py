@@ -442,7 +442,10 @@ class Learner(PPOLearner):
         self.features = features
         self.reference = copy_without_tower(actor, actor).eval().requires_grad_(False)
         if config.reference_dtype == "bfloat16":
-            nn.Module.to(self.reference, torch.bfloat16)
+            # Not its buffers: in bfloat16 the frequencies of rotary positions are off by up to a
+            # radian at token 1,000.
+            for parameter in self.reference.parameters():
+                parameter.data = parameter.data.to(torch.bfloat16)
         if config.recompute:
             recompute_layers(self.actor)
         self.device = next(self.actor.parameters()).device

@@ -47,6 +47,7 @@ from medusa_ppo.ppo.session import Parts, RunSession
 from medusa_ppo.reports.findings import LOGPROB_GAP_NATS
 from medusa_ppo.reports.store import RunWriter
 from medusa_ppo.runtime.hardware import settled
+from medusa_ppo.runtime.processes import cluster_without_gpu, run_hardware
 
 Metrics = dict[str, Any]
 
@@ -439,9 +440,11 @@ def run_ppo(
         KeyboardInterrupt: stopped by Ctrl-C or SIGTERM, after closing everything and writing the
             partial report.
     """
-    config = settled(config)
     progress = progress or ProgressSink()
-    with RunSession(config, progress) as session:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(cluster_without_gpu())
+        config = settled(config, run_hardware())
+        session = stack.enter_context(RunSession(config, progress))
         parts, position, writer = session.prepare(resume, allow)
         loop = PPOLoop(config, parts, progress, position)
         loop.run(writer)

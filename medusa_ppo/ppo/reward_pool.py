@@ -2,12 +2,13 @@
 per response (no torch).
 
 A function that hangs can't be stopped in the process that called it. Here it runs in another
-process, which is killed and replaced when its time is up; the others continue. Each process handles
-one response at a time, so a slow one delays only itself.
+process, which is killed with all that it has started, and replaced, when its time is up; the others
+continue. Each process handles one response at a time, so a slow one delays only itself.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import difflib
 import importlib
@@ -16,6 +17,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -58,8 +60,9 @@ class RewardWorker:
             "spawn"
         )  # A fork would inherit the loop's threads and devices.
         self.pipe, theirs = context.Pipe()
+        # Not a daemon, which could have no children by multiprocessing.
         self.process = context.Process(
-            target=serve, args=(name, theirs), daemon=True, name="medusa-ppo-reward"
+            target=serve, args=(name, theirs), daemon=False, name="medusa-ppo-reward"
         )
         self.process.start()
         theirs.close()
@@ -73,6 +76,11 @@ class RewardWorker:
         self.pipe.send(sample)
 
     def end(self) -> None:
+        """End the process and what it has started: a program that a judge runs, for example."""
+        assert self.process.pid is not None, "started in __init__"
+        # The group may be gone, or not be made yet.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -94,6 +102,9 @@ class RewardPool:
 
     def start(self) -> None:
         """Start processes that are missing or gone, without waiting for them."""
+        if not self._workers:
+            # Otherwise a program that ends without `close` would wait for them.
+            atexit.register(self.close)
         for worker in [worker for worker in self._workers if not worker.process.is_alive()]:
             self._workers.remove(worker)
             worker.end()
@@ -158,6 +169,7 @@ class RewardPool:
 
     def close(self) -> None:
         """End all processes. Safe to call again."""
+        atexit.unregister(self.close)
         workers = self._workers
         self._workers = []
         for worker in workers:
@@ -167,6 +179,8 @@ class RewardPool:
 def serve(name: str, pipe: Connection) -> None:
     """In the process: call the function for each item until there are no more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Only the loop handles Ctrl-C.
+    os.setsid()  # A group, to be ended as a whole.
+    threading.Thread(target=_end_with_loop, daemon=True).start()
     function = find_callable(name)
     pipe.send(READY)
     with contextlib.suppress(EOFError, OSError):
@@ -179,6 +193,16 @@ def serve(name: str, pipe: Connection) -> None:
             except Exception as error:  # the user's own code
                 said = Outcome(error=(type(error).__name__, str(error)))
             pipe.send(said)
+
+
+def _end_with_loop() -> None:
+    """End this process's group when the loop is gone, however that ended. The kernel's own signal
+    would come when the thread ends that started this process.
+    """
+    loop = multiprocessing.parent_process()
+    if loop is not None:
+        wait([loop.sentinel])
+        os.killpg(0, signal.SIGKILL)
 
 
 def plain(given: Any) -> float | list[float]:

@@ -41,6 +41,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -214,7 +215,8 @@ def keep_best(
             (folder / EVALUATION_FILE).write_text(
                 json.dumps(dict(figures), indent=1) + "\n", encoding="utf-8"
             )
-    except (OSError, KeyError, TypeError, ValueError, MedusaError) as error:
+    # On a full disk safetensors raises an error of its own.
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, MedusaError) as error:
         logger.error("The best actor so far could not be saved; the previous one stays: %s", error)
 
 

@@ -53,6 +53,7 @@ class Hardware:
         cores: cores that this process may use.
         found: how it was determined, in words.
         gpu_bytes: memory of the smallest GPU; 0: none, or unknown.
+        elsewhere: the GPUs are those of other nodes; the loop's process has none.
     """
 
     gpus: int
@@ -60,6 +61,7 @@ class Hardware:
     cores: int
     found: str
     gpu_bytes: int = 0
+    elsewhere: bool = False
 
 
 class Choice(NamedTuple):
@@ -235,7 +237,8 @@ def _of_engine(engine: EngineConfig, hardware: Hardware | None) -> Iterator[Choi
         key = "engine.memory_fraction"
         if not gpus:
             yield Choice(key, CPU_MEMORY, "no GPU")
-        elif gpus == 1 and engine.replicas == 1:
+        # An engine of several ranks is on a node with as many GPUs, which is not the loop's.
+        elif gpus == 1 == engine.replicas * engine.ranks and not hardware.elsewhere:
             yield Choice(key, SHARED_MEMORY, "PPO's update is on the same GPU")
         else:
             yield Choice(key, OWN_MEMORY, "a GPU of its own")

@@ -5,6 +5,7 @@ killed processes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -14,7 +15,7 @@ import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from heads.errors import MedusaError, RunError
 from medusa_ppo.runtime.files import OwnedFolder, sweep
+from medusa_ppo.runtime.hardware import Hardware, find_hardware
 
 logger = logging.getLogger(__name__)
 
@@ -257,6 +259,58 @@ TOKEN = 0.001  # Amount of a node's resource: it decides where, not how many.
 def on_one_node() -> bool:
     """Whether Ray's cluster has one living node: this one."""
     return sum(bool(node["Alive"]) for node in ray.nodes()) == 1
+
+
+@contextlib.contextmanager
+def cluster_without_gpu() -> Iterator[None]:
+    """The Ray of RAY_ADDRESS during the block, if this node has no GPU: then the cluster's nodes
+    decide about settings that are null (`run_hardware`).
+    """
+    if not os.environ.get("RAY_ADDRESS") or find_hardware().gpus:
+        yield
+        return
+    with local_ray():
+        yield
+
+
+def run_hardware() -> Hardware:
+    """What a run's engines and ranks have: this machine's hardware; if it has no GPU but the Ray
+    cluster has some, that of a node with GPUs, and this machine's cores.
+
+    Raises:
+        RunError: no node with GPUs says what it has.
+    """
+    here = find_hardware()
+    if here.gpus or not ray.is_initialized():
+        return here
+    gpus = int(ray.cluster_resources().get("GPU", 0))
+    return _with_gpus_of(gpus, str(ray.get_runtime_context().get_job_id())) if gpus else here
+
+
+@functools.lru_cache(maxsize=1)  # A process on the other node takes seconds.
+def _with_gpus_of(gpus: int, session: str) -> Hardware:
+    """As `run_hardware`, in a cluster with this many GPUs. `session`: of Ray."""
+    here = find_hardware()
+    with ray_errors(
+        RunError,
+        "A process that looks at a GPU of the cluster",
+        "Free a GPU, or set model.dtype, engine.memory_fraction and engine.enforce_eager, and start"
+        " the run on a node with a GPU.",
+    ):
+        there = ray.get(_hardware_there(), timeout=TIMEOUT_S)
+    if not there.gpus:  # Ray counts what it was told.
+        return here
+    found = f"{here.cores} cores here, {gpus} GPUs in the cluster ({there.found})"
+    return replace(there, gpus=gpus, cores=here.cores, found=found, elsewhere=True)
+
+
+def _hardware_there() -> Any:
+    """Reference to the hardware of a node with GPUs, of which its process sees one."""
+    return ray.remote(num_cpus=0, num_gpus=TOKEN)(_hardware).remote()
+
+
+def _hardware() -> Hardware:
+    return find_hardware()
 
 
 def bundle(gpus: float, resource: str | None) -> dict[str, float]:

@@ -395,6 +395,38 @@ def test_a_wrong_answer_is_an_error(ask, body: object) -> None:
     engine.close()
 
 
+def test_a_servers_own_penalties_do_not_touch_the_rollouts(ask) -> None:
+    protocol = pytest.importorskip("vllm.entrypoints.openai.completion.protocol")
+    engine, _ = ask(lambda connection, request: None)
+    asked = []
+
+    def complete(request: httpx.Request) -> httpx.Response:
+        asked.append(json.loads(request.content))
+        return httpx.Response(200, json=COMPLETION)
+
+    engine._client = httpx.Client(base_url="http://x", transport=httpx.MockTransport(complete))
+    engine.generate([[1, 2]], Sampling(0.7, top_p=0.9, top_k=5, max_new_tokens=4))
+    engine.close()
+    request = protocol.CompletionRequest(**asked[0])
+    # What vLLM's server fills in from such a generation_config.json, if a request leaves it out.
+    own = {"repetition_penalty": 1.05, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+    own |= {"temperature": 0.6, "top_p": 0.8, "top_k": 20, "min_p": 0.05}
+    params = request.to_sampling_params(4, own)
+    assert {name: getattr(params, name) for name in own} == {
+        **{"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+        **{"temperature": 0.7, "top_p": 0.9, "top_k": 5, "min_p": 0.0},
+    }
+
+
+@pytest.mark.parametrize("reason", ["abort", "repetition", None])
+def test_a_response_that_the_server_broke_off_is_not_learned_from(ask, reason) -> None:
+    body = {"choices": [{**COMPLETION["choices"][0], "finish_reason": reason}]}
+    engine, _ = ask(lambda connection, request: connection.sendall(answer(body)))
+    with pytest.raises(EngineError, match=f"finish_reason {reason}"):
+        engine.generate([[1, 2]], Sampling(max_new_tokens=4))
+    engine.close()
+
+
 def test_what_a_server_says_twice_is_no_answer_to_the_next_question(ask) -> None:
     other = json.loads(json.dumps(COMPLETION).replace("3, 4", "5, 6"))
     engine, server = ask(

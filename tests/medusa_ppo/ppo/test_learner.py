@@ -121,6 +121,11 @@ def test_a_reference_in_bfloat16_stays_near(device: torch.device, tiny_actor, ma
     assert {p.dtype for p in one.reference.parameters()} == {torch.bfloat16} and {
         p.dtype for p in one.actor.parameters()
     } == {torch.float32}
+    # Rounded frequencies would give its tokens other positions than the actor's.
+    buffers = dict(one.actor.named_buffers())
+    assert any(buffer.is_floating_point() for buffer in buffers.values())
+    for name, buffer in one.reference.named_buffers():
+        assert buffer.dtype == buffers[name].dtype and torch.equal(buffer, buffers[name]), name
     assert scores.reference_SR.dtype == torch.float32 and 0 < abs(report[names.KL_REFERENCE]) < 0.01
     torch.testing.assert_close(scores.reference_SR, scores.logprobs_SR, rtol=0.02, atol=0.02)
 

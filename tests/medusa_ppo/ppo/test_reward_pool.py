@@ -4,7 +4,11 @@ costs its own response alone.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,13 +23,26 @@ from medusa_ppo.ppo.reward_pool import RewardPool
 from medusa_ppo.ppo.rewards import CallableReward, RewardSource, make_reward
 
 MODULE = """
+import multiprocessing
 import os
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 from heads.errors import DataError
 
 
 def judge(prompt, response, row):
+    if response == "program":
+        program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path("program").write_text(f"{os.getpid()} {program.pid}")
+        program.wait()
+    if response == "child":
+        child = multiprocessing.get_context("fork").Process(target=os._exit, args=(3,))
+        child.start()
+        child.join()
+        return child.exitcode
     if response == "hang":
         time.sleep(600)
     if response == "raise":
@@ -81,6 +98,86 @@ def test_what_hangs_is_ended_and_counted_and_nothing_else_waits(source, caplog):
     assert time.monotonic() - began < reward_pool.START_S, "not the ten minutes that it wanted"
     assert one.late == 1 and "1 of 31" in caplog.text
     assert asked(one, "x", "hang") == [2.0, 0.0] and one.late == 2
+
+
+def gone(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def seen_gone(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 60.0
+    while time.monotonic() < deadline and not all(map(gone, pids)):
+        time.sleep(0.05)
+    return all(map(gone, pids))
+
+
+def end_after(pids: list[int]) -> None:
+    """See that they are gone, and leave none of them behind in any case."""
+    try:
+        assert seen_gone(pids)
+    finally:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def program_of_the_judge() -> list[int]:
+    """The ids of the process that judges and of the program that it runs."""
+    file = Path("program")
+    deadline = time.monotonic() + reward_pool.START_S
+    while time.monotonic() < deadline and not (file.is_file() and file.read_text()):
+        time.sleep(0.05)
+    return [int(word) for word in file.read_text().split()]
+
+
+def test_what_a_judge_has_started_ends_with_its_time(source):
+    one = source(4.0)
+    assert asked(one, "program", "x") == [0.0, 3.0] and one.late == 1
+    end_after(program_of_the_judge())
+
+
+def test_what_a_judge_has_started_ends_with_a_loop_that_is_killed(source, tmp_path: Path):
+    source()  # Writes the module and goes to its folder.
+    code = "from medusa_ppo.ppo.reward_pool import RewardPool\nif __name__ == '__main__':\n"
+    code += "    RewardPool('judging:judge', 1).ask([('p', 'program', {})])\n"
+    (tmp_path / "loop.py").write_text(code)
+    paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    loop = subprocess.Popen(
+        [sys.executable, "loop.py"], env=os.environ | {"PYTHONPATH": paths}, cwd=tmp_path
+    )
+    try:
+        pids = program_of_the_judge()
+    finally:
+        loop.kill()
+        loop.wait()
+    end_after(pids)
+
+
+def test_a_program_that_forgets_to_close_ends_all_the_same(source, tmp_path: Path):
+    source()
+    code = "from medusa_ppo.ppo.reward_pool import RewardPool\nif __name__ == '__main__':\n"
+    code += "    pool = RewardPool('judging:judge', 1)\n"
+    code += "    print(pool.ask([('p', 'r', {'more': 1})])[0].value)\n"
+    code += "    print(pool._workers[0].process.pid)\n"
+    (tmp_path / "loop.py").write_text(code)
+    paths = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
+    ran = subprocess.run(
+        [sys.executable, "loop.py"],
+        env=os.environ | {"PYTHONPATH": paths},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    reward, pid = ran.stdout.split()
+    assert float(reward) == 3.0 and seen_gone([int(pid)])
+
+
+def test_a_judge_may_have_processes(source):
+    assert asked(source(), "child") == [3.0]
 
 
 def test_errors_come_as_they_would_here(source):

@@ -9,13 +9,16 @@ import copy
 import json
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from heads.checkpoint import load_state
 from heads.errors import CheckpointError, ConfigError
 from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.config.run_config import RunConfig, build_config
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.drafting.memory import ResponseMemory, prompt_key
 from medusa_ppo.ppo import run_state as checkpoint
@@ -26,6 +29,7 @@ from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.run_state import (
     RunPosition,
     companion_state,
+    keep_best,
     memory_of,
     read_position,
     save_checkpoint,
@@ -388,6 +392,21 @@ def test_a_really_full_disk_leaves_the_checkpoint_before(
     ] == ["checkpoint"]
     checkpoint.try_save(config.run_dir, one, RunPosition(3, 3, 0.0), config)
     assert read_position(config.run_dir, config).next_step == 3
+
+
+def test_a_really_full_disk_at_an_evaluation_leaves_the_best_actor_before(
+    tiny_actor, config: RunConfig, caplog: pytest.LogCaptureFixture
+):
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+    one = learner(tiny_actor())
+    keep_best(config.run_dir, {names.EVAL_REWARD: 1.0}, one, tokenizer)
+    best = config.run_dir / "best" / "evaluation.json"
+    size = (config.run_dir / "best" / "model.safetensors").stat().st_size // 2
+    with no_file_beyond(size):
+        keep_best(config.run_dir, {names.EVAL_REWARD: 2.0}, one, tokenizer)
+    assert "could not be saved" in caplog.text
+    assert json.loads(best.read_text()) == {names.EVAL_REWARD: 1.0}
+    assert load_state(best.with_name("model.safetensors")).keys()
 
 
 @contextlib.contextmanager

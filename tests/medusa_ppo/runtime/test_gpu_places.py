@@ -4,17 +4,25 @@ no other than these. No test machine has GPUs: their names are made up.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import GetTimeoutError
 
-from heads.errors import ConfigError
+from heads.errors import ConfigError, RunError
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.config.engine_section import EngineConfig
-from medusa_ppo.runtime import hardware
+from medusa_ppo.config.run_config import RunConfig, build_config
+from medusa_ppo.engines import ray_engine
+from medusa_ppo.ppo import loop
+from medusa_ppo.runtime import hardware, processes
 from medusa_ppo.runtime.hardware import (
     GpuPlaces,
     Hardware,
@@ -105,6 +113,76 @@ def test_the_names_are_those_of_the_environment(
     if variable is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", variable)
     assert visible_gpus() == expected
+
+
+HEAD = Hardware(0, False, 8, "a node without GPUs")
+
+
+@pytest.fixture
+def gpus_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A driver without a GPU in a cluster with sixteen."""
+    node = Hardware(1, True, 96, "one of eight H100", 80 << 30)
+    monkeypatch.setattr(processes, "find_hardware", lambda: HEAD)
+    monkeypatch.setattr(hardware, "find_hardware", lambda: HEAD)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 200.0, "GPU": 16.0})
+    context = SimpleNamespace(get_job_id=lambda: "01")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(processes, "_hardware_there", lambda: node)
+    monkeypatch.setattr(ray, "get", lambda found, timeout: found)
+    processes._with_gpus_of.cache_clear()
+    yield
+    processes._with_gpus_of.cache_clear()
+
+
+@pytest.mark.usefixtures("gpus_elsewhere")
+def test_a_run_whose_loop_has_no_gpu_is_set_by_those_of_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[RunConfig] = []
+
+    def session(config: RunConfig, progress: object) -> object:
+        seen.append(config)
+        raise RunError("far enough", given="", expected="", do="")
+
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    monkeypatch.setattr(processes, "local_ray", contextlib.nullcontext)
+    monkeypatch.setattr(loop, "RunSession", session)
+    with pytest.raises(RunError, match="far enough"):
+        loop.run_ppo(build_config({"engine": {"replicas": 8}}))
+    (config,) = seen
+    assert config.model.dtype == config.engine.dtype == "bfloat16"
+    assert config.engine.memory_fraction == 0.9 and config.engine.enforce_eager is False
+    # A single engine does not share its GPU with a loop that has none.
+    one = hardware.settled(build_config({}), processes.run_hardware())
+    assert one.engine.memory_fraction == 0.9 and one.ppo.threads == HEAD.cores
+
+
+@pytest.mark.usefixtures("gpus_elsewhere")
+def test_an_engine_whose_driver_has_no_gpu_is_set_by_those_of_the_cluster(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ray_engine, "visible_gpus", tuple)
+    monkeypatch.setattr(ray_engine, "RayEngine", lambda model, heads, config, seed, place: config)
+    found = ray_engine.make_engine("actor", None, EngineConfig())
+    assert (found.dtype, found.memory_fraction, found.enforce_eager) == ("bfloat16", 0.9, False)
+
+
+@pytest.mark.usefixtures("gpus_elsewhere")
+def test_gpus_that_say_nothing_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(found: object, timeout: float) -> None:
+        raise GetTimeoutError(f"{timeout:.0f} s")
+
+    monkeypatch.setattr(ray, "get", never)
+    with pytest.raises(RunError, match="looks at a GPU of the cluster did not answer in time"):
+        processes.run_hardware()
+
+
+def test_an_engine_of_several_ranks_does_not_share_the_loops_only_gpu() -> None:
+    one = Hardware(1, True, 8, "one GPU")
+    shares = hardware.settled_engine(EngineConfig(), one)
+    alone = hardware.settled_engine(EngineConfig(extra={"tensor_parallel_size": 8}), one)
+    assert (shares.memory_fraction, alone.memory_fraction) == (0.35, 0.9)
 
 
 OFFERED = """
