@@ -66,9 +66,12 @@ class _LastStep:
     """A step whose number of sampled tokens isn't known yet.
 
     Attributes:
+        keys: its requests.
         sampled: on its way to the host.
+        seconds: None: unknown, or known only when the next step's work was queued.
     """
 
+    keys: Sequence[str]
     sampled: sending.OnItsWay
     drafted: Sequence[int]
     scheduled_tokens: int
@@ -318,29 +321,50 @@ class HeldHeads(MedusaProposer):
         self._serves.fill_(self._calibrating is None)
 
     def step_ended(
-        self, sampled_B: torch.Tensor, drafted: Sequence[int], scheduled_tokens: int
+        self,
+        keys: Sequence[str],
+        sampled_B: torch.Tensor,
+        drafted: Sequence[int],
+        scheduled_tokens: int,
     ) -> None:
         """Take a step that verified `drafted` drafts and sampled `sampled_B` tokens of each
         request. The latter are read one step later, when their copy has reached the host without
         waiting.
         """
-        self._learn_of_last_step()
-        if not self.choose and self._calibrating is None:
-            return
-        sampled = sending.OnItsWay(sampled_B)
-        self._last_step = _LastStep(sampled, drafted, scheduled_tokens, self._seconds_of_step())
+        last = self._last_step
+        if last is not None:
+            # Before the clock is read: what has passed then ends with what the device has done.
+            last.sampled.arrived()
+        timed = self.choose or self._calibrating is not None
+        seconds = self._seconds_of_step() if timed else None
+        if self.device.type != "cpu":
+            # This step's work is only queued: what has passed since the last call was the last
+            # step. Without a request in common the engine may have been idle in between.
+            between = last is not None and not set(last.keys).isdisjoint(keys)
+            self._learn_of_last_step(seconds if between else None)
+            seconds = None
+        else:
+            self._learn_of_last_step()
+        if timed:
+            sampled = sending.OnItsWay(sampled_B)
+            self._last_step = _LastStep(keys, sampled, drafted, scheduled_tokens, seconds)
 
     def skip_step(self) -> None:
         """The step that begins now does not count for the times of steps."""
         self._step_began = None
 
-    def _learn_of_last_step(self) -> None:
+    def _learn_of_last_step(self, seconds: float | None = None) -> None:
+        """Learn from the last step.
+
+        Args:
+            seconds: how long it took, if that was not known when its work was queued.
+        """
         last = self._last_step
         self._last_step = None
         if last is None:
             return
         sampled = last.sampled.arrived().tolist()
-        self._learn(sampled, last.drafted, last.scheduled_tokens, last.seconds)
+        self._learn(sampled, last.drafted, last.scheduled_tokens, last.seconds or seconds)
 
     def calibrate(self, drafts: int | None) -> list[list[float]]:
         self._learn_of_last_step()
@@ -471,7 +495,8 @@ class MedusaSpeculator(DraftModelSpeculator):
             count = min(most, drafter.num_drafts) if drafter.drafting else 0
         else:
             drafted = (np.diff(input_batch.cu_num_logits_np)[:batch] - 1).tolist()
-            drafter.step_ended(num_sampled[:batch], drafted, input_batch.num_tokens)
+            keys = input_batch.req_ids[:batch]
+            drafter.step_ended(keys, num_sampled[:batch], drafted, input_batch.num_tokens)
             self.count = count = self._number(most, batch)
         cuts: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
         if count and drafter.slots is not None:

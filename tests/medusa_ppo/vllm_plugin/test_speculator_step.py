@@ -24,7 +24,7 @@ from medusa_ppo.drafting.q_rows import VerifiedRows
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.texts import Copier, TextRing
-from medusa_ppo.vllm_plugin import rank_agreement
+from medusa_ppo.vllm_plugin import proposer, rank_agreement
 from medusa_ppo.vllm_plugin.confirm import fingerprint
 from medusa_ppo.vllm_plugin.cost_key import cost_key
 from medusa_ppo.vllm_plugin.running_requests import Admitted
@@ -306,6 +306,49 @@ def test_the_number_of_drafts_is_chosen_and_learned_from(monkeypatch: pytest.Mon
     step.propose()
     step.propose()
     assert seen == [(B, 1)] * 2, "the step with a prompt is none of those that are timed"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_seconds_are_those_of_the_step_they_are_learned_for(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU has only begun a step when its drafts are asked for. Seconds in which an engine may
+    have been idle, or a size was recorded, belong to no step.
+    """
+    drafter = Step().speculator.drafter
+    drafter.choose, drafter.device = True, torch.device(kind)
+    host = [0.0]
+    monkeypatch.setattr(proposer, "time", SimpleNamespace(perf_counter=lambda: host[0]))
+    seen: list[tuple[int, float]] = []
+    monkeypatch.setattr(
+        drafter.chooser, "observe_step", lambda batch, k, seconds: seen.append((k, seconds))
+    )
+    takes_s = {0: 0.010, 1: 0.020, 2: 0.030}
+
+    def step(drafts: int, keys: str = "abc") -> None:
+        began = host[0]
+        host[0] += 0.0005 if kind == "cuda" else takes_s[drafts]
+        sampled_B = torch.ones(len(keys), dtype=torch.int32)
+        drafter.step_ended(list(keys), sampled_B, [drafts] * len(keys), len(keys) * (1 + drafts))
+        host[0] = began + takes_s[drafts]
+
+    for drafts in [0, 0, 2, 0, 0, 1, 0, 2, 2, 1, 0]:
+        step(drafts)
+    assert len(seen) >= 9
+    assert [seconds for _, seconds in seen] == pytest.approx([takes_s[k] for k, _ in seen])
+    del seen[:]
+    host[0] += 60.0
+    step(1, "def")
+    step(1, "def")
+    if kind == "cuda":
+        assert [seconds for _, seconds in seen] == pytest.approx([takes_s[1]])
+        drafter.skip_step()
+        host[0] += 5.0
+        step(1, "def")
+        step(2, "def")
+        assert [seconds for _, seconds in seen] == pytest.approx([takes_s[1]] * 2)
+        drafter.calibrate(None)
+        assert len(seen) == 2, "nobody knows how long the last one took"
 
 
 @pytest.mark.parametrize("without", [1, 2, 5])
