@@ -14,10 +14,11 @@ D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 import vllm.v1.worker.gpu.cudagraph_utils as cudagraph_utils
 import vllm.v1.worker.gpu.model_runner as v2_runner
 import vllm.v1.worker.gpu.spec_decode.rejection_sampler as v2_sampler
+import vllm.v1.worker.gpu_worker as gpu_worker
 from torch import nn
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -43,6 +45,7 @@ from medusa_ppo.drafting.slots import NOTHING, DraftSlots, stamps
 from medusa_ppo.drafting.stopping import Ending
 from medusa_ppo.drafting.texts import Copier, TextRing
 from medusa_ppo.vllm_plugin import asynchronous, q_kernel
+from medusa_ppo.vllm_plugin.calibrating import random_states
 from medusa_ppo.vllm_plugin.draft_graphs import CudaRecorder, DraftGraphs, DraftStep
 from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
 from medusa_ppo.vllm_plugin.running_requests import Admitted, RunningRequests
@@ -372,6 +375,20 @@ class HeldHeads(MedusaProposer):
         self._serves.fill_(drafts is None)
         return super().calibrate(drafts)
 
+    @contextlib.contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Requests of vLLM's own warm-up are artificial, as those of a calibration, and their steps
+        take seconds, because kernels are compiled in them.
+        """
+        self.calibrate(self.num_drafts)
+        try:
+            yield
+        finally:
+            if self._calibrating is not None:
+                # vLLM has seeded its generators for what it will serve.
+                self._calibrating.random_states = random_states(self.device)
+            self.calibrate(None)
+
     def configure(self, settings: Drafting) -> Drafting:
         if settings.get("stop_below") and is_asynchronous(self.vllm_config):
             raise ConfigError(
@@ -491,12 +508,21 @@ class MedusaSpeculator(DraftModelSpeculator):
         if num_speculative_tokens is not None:
             most = min(most, num_speculative_tokens)
         drafted: list[int] = []
+        told: list[int] = []
         if dummy_run:
             count = min(most, drafter.num_drafts) if drafter.drafting else 0
         else:
             drafted = (np.diff(input_batch.cu_num_logits_np)[:batch] - 1).tolist()
+            # vLLM gives a request whose prompt is cached as many drafts as there are heads, so that
+            # all requests of a step have the same shape. Nobody drafted these.
+            prefilling = getattr(input_batch, "is_prefilling_np", None)
+            told = (
+                drafted
+                if prefilling is None or not prefilling[:batch].any()
+                else np.where(prefilling[:batch], 0, drafted).tolist()
+            )
             keys = input_batch.req_ids[:batch]
-            drafter.step_ended(keys, num_sampled[:batch], drafted, input_batch.num_tokens)
+            drafter.step_ended(keys, num_sampled[:batch], told, input_batch.num_tokens)
             self.count = count = self._number(most, batch)
         cuts: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
         if count and drafter.slots is not None:
@@ -525,10 +551,10 @@ class MedusaSpeculator(DraftModelSpeculator):
                 rows_B,
                 last_ids_B,
                 num_sampled[:batch],
-                drafted,
+                told,
             )
             if drafter.stopping is not None:
-                drafted_B = sending.sent(drafted, self.device)
+                drafted_B = sending.sent(told, self.device)
                 accepted_B = (num_sampled[:batch] - 1).clamp_min(0)
                 drafter.stopping.settle(at.slots_B, drafted_B, accepted_B)
         if not drafter.drafting:
@@ -724,6 +750,20 @@ def with_requests_admitted(original: Callable[..., None]) -> Callable[..., None]
     return add_requests
 
 
+def without_learning(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Worker.compile_or_warm_up_model`, which serves requests of its own with V2."""
+
+    @functools.wraps(original)
+    def compile_or_warm_up_model(self: Any) -> Any:
+        speculator = getattr(self.model_runner, "speculator", None)
+        if not isinstance(speculator, MedusaSpeculator):
+            return original(self)
+        with speculator.drafter.warming_up():
+            return original(self)
+
+    return compile_or_warm_up_model
+
+
 def with_as_many_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     """`GPUModelRunner.take_draft_token_ids`: the scheduler makes room for as many as were drafted,
     not as the heads could.
@@ -878,6 +918,7 @@ PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (VllmConfig, "_get_v2_model_runner_unsupported_features", medusa_allowed),
     (v2_runner.GPUModelRunner, "add_requests", with_requests_admitted),
     (v2_runner.GPUModelRunner, "take_draft_token_ids", with_as_many_drafts),
+    (gpu_worker.Worker, "compile_or_warm_up_model", without_learning),
     (v2_sampler, "rejection_sample", with_q_as_it_is_read),
     (v2_sampler.RejectionSampler, "_verify_in_chunks", in_parts_of_our_size),
     *(asynchronous.PLACES if schedules_ahead(vllm_version()) else ()),

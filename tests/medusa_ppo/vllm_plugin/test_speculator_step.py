@@ -35,6 +35,7 @@ from medusa_ppo.vllm_plugin.speculator import (
     in_parts_of_our_size,
     with_as_many_drafts,
     with_q_as_it_is_read,
+    without_learning,
 )
 from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
@@ -349,6 +350,84 @@ def test_seconds_are_those_of_the_step_they_are_learned_for(
         assert [seconds for _, seconds in seen] == pytest.approx([takes_s[1]] * 2)
         drafter.calibrate(None)
         assert len(seen) == 2, "nobody knows how long the last one took"
+
+
+def test_nothing_is_learned_from_vllms_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests are artificial, and its steps take seconds. Untrained heads draft in it, because
+    kernels are compiled in it.
+    """
+    step = Step()
+    speculator, drafter = step.speculator, step.speculator.drafter
+    drafter._untrained = True
+    drafter.choose = True
+    drafter.draft_vocabulary = drafter._new_vocabulary(6)
+    memory = drafter.memory = drafter._new_memory(10**6)
+    counts: list[int] = []
+    untouched = drafter.chooser.acceptance.shares()
+
+    def steps(worker: Any) -> str:
+        torch.manual_seed(7)
+        asked = SimpleNamespace(
+            seed=None, structured_outputs=None, ignore_eos=True, all_stop_token_ids=set()
+        )
+        step.batch.req_ids = [f"_warmup_{number}_" for number in range(B)]
+        drafter.admit(
+            [
+                Admitted(key, int(slot), [50, 51], [50, 51], asked)
+                for key, slot in zip(step.batch.req_ids, step.batch.idx_mapping, strict=True)
+            ]
+        )
+        for drafts in (0, K, K, 0, 0):
+            step.batch.cu_num_logits_np = np.arange(B + 1) * (1 + drafts)
+            step.batch.num_tokens = B * (1 + drafts)
+            step.propose()
+            counts.append(speculator.count)
+        drafter.running.end(step.batch.req_ids)
+        torch.manual_seed(11)
+        return "as vLLM's own"
+
+    runner = SimpleNamespace(model_runner=SimpleNamespace(speculator=speculator))
+    assert without_learning(steps)(runner) == "as vLLM's own"
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(11).get_state())
+    assert counts == [K] * 5
+    step.batch.req_ids = ["a", "b", "c"]
+    monkeypatch.setattr(drafter.chooser, "choose", lambda batch: 0)
+    drafter._untrained = False
+    drafter.running.begin([Admitted(key, 0, [1], [1], None) for key in step.batch.req_ids])
+    step.propose()
+    assert not drafter.chooser.table.kinds and drafter.chooser.acceptance.shares() == untouched
+    assert drafter.memory is memory and not memory.store.rows()
+    counted = drafter.draft_vocabulary._counts_V.nonzero().flatten().tolist()
+    assert counted == [1, 3, 4], "the last tokens of the step that was served"
+    for _ in range(2):
+        step.propose()
+    assert list(drafter.chooser.table.kinds) == [(2, 0)]
+
+
+def test_drafts_that_nobody_made_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a request whose prompt is cached."""
+    step = Step()
+    drafter = step.speculator.drafter
+    drafter.choose = True
+    drafter.memory = drafter._new_memory(10**6)
+    drafter.stopping = Stopping(0.5, SLOTS, K, drafter.device)
+    drafter.running.begin([Admitted(key, 0, [1], [1], None) for key in step.batch.req_ids])
+    settled: list[list[int]] = []
+    accepted: list[list[int]] = []
+    monkeypatch.setattr(drafter.memory, "settle", lambda keys, d, p: settled.append(list(d)))
+    monkeypatch.setattr(drafter.stopping, "settle", lambda s, d, a: settled.append(d.tolist()))
+    monkeypatch.setattr(
+        drafter.chooser, "observe_acceptance", lambda drafted, right: accepted.append(list(drafted))
+    )
+    step.batch.cu_num_logits_np, step.batch.num_tokens = np.arange(B + 1) * (K + 1), B * (K + 1)
+    step.batch.is_prefilling_np = np.array([False, True, False])
+    step.propose()
+    step.batch.is_prefilling_np = np.zeros(B, dtype=np.bool_)
+    step.propose()
+    step.propose()
+    assert settled == [[K, 0, K]] * 2 + [[K] * B] * 4
+    assert accepted == [[K, 0, K], [K] * B]
+    assert all(kind == (2, K) for kind in drafter.chooser.table.kinds)
 
 
 @pytest.mark.parametrize("without", [1, 2, 5])
