@@ -510,7 +510,9 @@ class MedusaSpeculator(DraftModelSpeculator):
         drafted: list[int] = []
         told: list[int] = []
         if dummy_run:
-            count = min(most, drafter.num_drafts) if drafter.drafting else 0
+            # Whatever is trained now: vLLM measures by it how much memory is left, and later heads
+            # and settings may draft as many.
+            count = min(most, drafter.num_speculative_tokens) if drafter.fed else 0
         else:
             drafted = (np.diff(input_batch.cu_num_logits_np)[:batch] - 1).tolist()
             # vLLM gives a request whose prompt is cached as many drafts as there are heads, so that

@@ -179,9 +179,16 @@ def test_drafts_whose_q_is_not_kept_are_one_hot(why: str) -> None:
     assert found_KV.argmax(1).tolist() == ids_BK[0].tolist()
 
 
-def test_a_dummy_run_takes_the_path_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM profiles memory by it: what is drawn with, and a table as large as that of a step."""
+@pytest.mark.parametrize("untrained", [False, True])
+def test_a_dummy_run_takes_the_path_that_serves(
+    untrained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM profiles memory by it: what is drawn with, and a table as large as that of a step. Heads
+    that are trained later need as much, and so do more drafts.
+    """
     step = Step()
+    step.speculator.drafter._untrained = untrained
+    step.speculator.drafter.num_drafts = 0 if untrained else K
     asked = []
     made = []
     draft, table_of = DraftingCore.draft, q_rows.table_of
