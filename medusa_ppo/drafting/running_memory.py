@@ -206,7 +206,8 @@ class RunningMemory:
         Args:
             live: vLLM's states of all running requests.
         """
-        for key in [key for key in self._met if key not in live]:
+        # An id may be given again as soon as its request has ended.
+        for key in [key for key, met in self._met.items() if live.get(key) is not met.request]:
             self._take_leave(key)
         for key in request_ids:
             if key not in self._met:

@@ -499,6 +499,20 @@ def test_ended_requests_are_remembered_and_those_beside_are_seen(
     assert lengths(running.recall(["c", "d"])) == [3, 0]
 
 
+def test_another_request_with_the_same_id_is_another_request() -> None:
+    """Callers may number their requests in each call anew."""
+    running = RunningMemory(10**6, 2, K, 64, CPU)
+    running.store.remember(prompt_key((9,)), [4, 5], seed=2)
+    first = request(PROMPT, 4, 5, 6, seed=1)
+    running.attend(["0"], {"0": first})
+    assert lengths(running.recall(["0"])) == [0]
+    running.attend(["0"], {"0": request((9,), 4, seed=3)})
+    assert running.store.nbytes == 2 * OVERHEAD + 4 * (2 + 3), "the first one has ended"
+    assert lengths(running.recall(["0"])) == [2], "it sees what was said to its own prompt"
+    running.attend(["0"], {"0": request((9,), 4, seed=2)})
+    assert lengths(running.recall(["0"])) == [0], "and nothing of its own seed"
+
+
 def test_a_new_policy_makes_what_was_said_older() -> None:
     running = RunningMemory(10**6, 2, K, 64, CPU)
     running.attend(["a"], {"a": request(PROMPT, 4, 5)})
