@@ -285,7 +285,9 @@ class HeldHeads(MedusaProposer):
         each request by itself would cost the host as much as a step.
         """
         if self._calibrating is None:
-            self.draft_vocabulary.observe([new.tokens for new in admitted])
+            # What a request said before it was preempted has been counted step by step.
+            unseen = [new.prompt for new in admitted if new.key not in self.running.live]
+            self.draft_vocabulary.observe(unseen)
         self.running.begin(admitted)
         texts = self._texts
         copier = self._core.copier

@@ -496,6 +496,21 @@ def test_a_draft_vocabulary_is_counted_on_the_device_and_drafted_from() -> None:
         torch.testing.assert_close((kept_V / temperature).softmax(-1)[ids_W], drawn_W)
 
 
+def test_a_request_that_comes_back_is_not_counted_again() -> None:
+    """Its response was counted as it was sampled."""
+    drafter = Step().speculator.drafter
+    drafter.draft_vocabulary = vocabulary = drafter._new_vocabulary(6)
+    asked = SimpleNamespace(structured_outputs=None)
+    drafter.admit([Admitted("a", 1, [50, 51], [50, 51], asked)])
+    once = [1, 1, 0]
+    assert vocabulary._counts_V[50:53].tolist() == once
+    drafter.admit([Admitted("a", 2, [50, 51], [50, 51, 52, 52], asked)])
+    assert vocabulary._counts_V[50:53].tolist() == once
+    drafter.running.end(["a"])
+    drafter.admit([Admitted("a", 2, [50, 51], [50, 51], asked)])
+    assert vocabulary._counts_V[50:53].tolist() == [2, 2, 0], "another request with its id"
+
+
 def test_runs_end_early_by_request() -> None:
     step = Step()
     speculator, drafter = step.speculator, step.speculator.drafter
