@@ -41,6 +41,10 @@ TOPS = 6
 """Bins of the largest probability of the heads' q: with length, the cells of the table."""
 FADE = 0.9
 """Factor on a count's weight with each new version of the policy."""
+LIGHT = 0.01
+"""Responses with less than this share of the largest weight get only the room that others leave:
+where these say something, the light ones have next to no votes.
+"""
 PLACES = 16_384
 """Maximum tokens of a text that are searched; newer responses come first."""
 EMPTY, MISSING = -1, -2
@@ -267,7 +271,13 @@ class ResponseMemory:
             for one in reversed(said)
             if seed is None or one.seed != seed
         ]
-        return shown(newest_first, tail, room)
+        # They differ most between epochs over the same prompts, and stay in order.
+        least = LIGHT * max((weight for _, weight in newest_first), default=0.0)
+        heavy = [response for response in newest_first if response[1] >= least]
+        light = [response for response in newest_first if response[1] < least]
+        first = shown(heavy, tail, room)
+        rest = shown(light, tail, room - len(first.weights))
+        return Shown(*map(np.concatenate, zip(first, rest, strict=True)))
 
 
 class Shown(NamedTuple):

@@ -191,6 +191,27 @@ def test_long_responses_count_by_their_last_part_and_hide_none() -> None:
     assert memory.nbytes < 10**5, "more than any text holds is not kept"
 
 
+def test_very_old_responses_get_the_room_that_new_ones_leave() -> None:
+    """Ten epochs of eight responses each, of which nine have next to no weight."""
+    memory = ResponseMemory(10**8)
+    key = prompt_key(PROMPT)
+    for epoch in range(10):
+        memory.version = 60 * epoch
+        for number in range(8):
+            memory.remember(key, [100 * epoch + number] * 10_000)
+    tokens, weights = memory.text(key, PROMPT, (), PLACES)
+    newest = tokens[SUFFIX:] >= 900
+    assert newest.sum() > 0.9 * PLACES and (weights[newest] == 1.0).all()
+    # Where there is room, they are shown: nothing newer may match.
+    memory = ResponseMemory(10**8)
+    for version, token in ((0, 5), (60, 6)):
+        memory.version = version
+        memory.remember(key, [token] * 10)
+    tokens, weights = memory.text(key, PROMPT, (), 100)
+    assert tokens[SUFFIX:].tolist() == [*PROMPT, *[6] * 10, EMPTY, *PROMPT, *[5] * 10, EMPTY]
+    assert weights[tokens[SUFFIX:] == 5].tolist() == pytest.approx([FADE**60] * 10)
+
+
 class OtherOrder(TorchFunctionMode):
     """Additions into a tensor come last to first, as a GPU's atomic ones may."""
 
