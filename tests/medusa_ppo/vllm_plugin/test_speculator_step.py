@@ -618,6 +618,42 @@ def test_new_requests_reach_the_device_together_and_without_waiting(
     assert torch.equal(alone.drafter.running._tails_Sn, speculator.drafter.running._tails_Sn)
 
 
+def test_texts_are_copied_from_by_the_keys_of_the_heads_that_serve() -> None:
+    """After a swap the keys of what was said before are made anew: running requests copy as if they
+    had arrived after it.
+    """
+    running, later = Step(pairs=4, copy_parts=2), Step(pairs=4, copy_parts=2)
+    said = [arrived(2, [7, 8, 9, 7, 8]), arrived(0, [5]), arrived(3, list(range(70)))]
+
+    def swap(step: Step) -> None:
+        drafter = step.speculator.drafter
+        for parameter in drafter.heads.parameters():
+            parameter.mul_(1.5)
+        drafter._core.load()
+        drafter._forget_pairs()
+
+    running.speculator.drafter.admit(said)
+    before_SALw = running.speculator.drafter._texts.keys_SALw.clone()
+    swap(running)
+    swap(later)
+    later.speculator.drafter.admit(said)
+    texts, expected = (step.speculator.drafter._texts for step in (running, later))
+    assert torch.equal(texts.newest_S[:SLOTS], expected.newest_S[:SLOTS])
+    for one in said:
+        here, there, before = (
+            keys_SALw[one.slot, :, : len(one.tokens)]
+            for keys_SALw in (texts.keys_SALw, expected.keys_SALw, before_SALw)
+        )
+        torch.testing.assert_close(here, there)
+        assert not torch.allclose(here, before)
+    slots_B, newest_B = torch.tensor([2, 3]), torch.tensor([4, 69])
+    found, other = (
+        step.speculator.drafter._core.copier.find(ring, slots_B, newest_B)
+        for step, ring in ((running, texts), (later, expected))
+    )
+    torch.testing.assert_close(found, other)
+
+
 def test_steps_scheduled_ahead_have_as_many_drafts_as_were_scheduled() -> None:
     """What the speculator would rather have holds later."""
     step = Step()
