@@ -41,6 +41,10 @@ TOPS = 6
 """Bins of the largest probability of the heads' q: with length, the cells of the table."""
 FADE = 0.9
 """Factor on a count's weight with each new version of the policy."""
+LIGHT = 0.01
+"""Responses with less than this share of the largest weight get only the room that others leave:
+where these say something, the light ones have next to no votes.
+"""
 PLACES = 16_384
 """Maximum tokens of a text that are searched; newer responses come first."""
 EMPTY, MISSING = -1, -2
@@ -242,44 +246,91 @@ class ResponseMemory:
             seed: seed of the reader: what was drawn with the same random numbers is left out,
                 because q may not depend on them.
         """
+        room = self.room_beside(key, places)
+        now = shown([(said, 1.0) for said in beside], tail, room)
+        finished = self.finished(key, tail, places - len(now.weights), seed)
+        return whole_text(now, finished)
+
+    def room_beside(self, key: bytes, places: int) -> int:
+        """Places of a text for concurrent responses, which must not crowd out finished ones."""
+        return places // 2 if self._said.get(key) else places
+
+    def has_of_seed(self, key: bytes, seed: int | None) -> bool:
+        """Whether a response to this prompt was drawn with this seed."""
+        return seed is not None and any(one.seed == seed for one in self._said.get(key, ()))
+
+    def finished(
+        self, key: bytes, tail: Sequence[int], room: int, seed: int | None = None
+    ) -> Shown:
+        """What a text shows of finished responses; see `text`."""
         said = self._said.get(key, [])
         if said:
             self._said.move_to_end(key)
-        before = np.asarray(tail, dtype=np.int32)
-        # Without a separator, a suffix could begin in one response and end in the next.
-        gap = np.array([EMPTY], dtype=np.int32)
-        # A text is SUFFIX tokens longer than its places, because `match` also looks back from the
-        # first one.
-        tokens = [np.full(SUFFIX, EMPTY, dtype=np.int32)]
-        weights = [np.zeros(0, dtype=np.float32)]
         newest_first = [
             (one.tokens, FADE ** (self.version - one.version))
             for one in reversed(said)
             if seed is None or one.seed != seed
         ]
-        now = [(np.asarray(some, dtype=np.int32), 1.0) for some in beside if len(some)]
-        # Concurrent responses must not crowd out finished ones.
-        room = places // 2 if said else places
-        for part, more in ((now, places - room), (newest_first, 0)):
-            for number, (response, weight) in enumerate(part):
-                shown = response
-                tail_T = before
-                if len(before) + len(response) + 1 > room:
-                    # Only the last part of it. Each of the texts that follow gets as much room, so
-                    # that none crowds out the others.
-                    length = room // (len(part) - number)
-                    if length <= SUFFIX:
-                        break
-                    shown = response[1 - length :]
-                    tail_T = gap[:0]
-                weight_P = np.zeros(len(tail_T) + len(shown) + 1, dtype=np.float32)
-                # The prompt's tail is context and has no votes; vLLM has placeholders below 0.
-                weight_P[len(tail_T) : -1] = weight * (shown >= 0)
-                tokens += [tail_T, shown, gap]
-                weights.append(weight_P)
-                room -= len(weight_P)
-            room += more
-        return np.concatenate(tokens), np.concatenate(weights)
+        # They differ most between epochs over the same prompts, and stay in order.
+        least = LIGHT * max((weight for _, weight in newest_first), default=0.0)
+        heavy = [response for response in newest_first if response[1] >= least]
+        light = [response for response in newest_first if response[1] < least]
+        first = shown(heavy, tail, room)
+        rest = shown(light, tail, room - len(first.weights))
+        return Shown(*map(np.concatenate, zip(first, rest, strict=True)))
+
+
+class Shown(NamedTuple):
+    """Responses one after the other: tokens (int32) and weights (float32) of the same length."""
+
+    tokens: np.ndarray
+    weights: np.ndarray
+
+
+def shown(
+    responses: Sequence[tuple[Sequence[int] | np.ndarray, float]], tail: Sequence[int], room: int
+) -> Shown:
+    """Responses with their weights, each behind the prompt's last tokens, in at most `room`
+    tokens.
+    """
+    pieces: list[tuple[Sequence[int], np.ndarray, float]] = []
+    left = room
+    part = [(np.asarray(said, dtype=np.int32), weight) for said, weight in responses if len(said)]
+    for number, (said, weight) in enumerate(part):
+        piece = tail, said, weight
+        if len(tail) + len(said) + 1 > left:
+            # Only the last part of it. Each of the texts that follow gets as much room, so that
+            # none crowds out the others.
+            length = left // (len(part) - number)
+            if length <= SUFFIX:
+                break
+            piece = (), said[1 - length :], weight
+        pieces.append(piece)
+        left -= len(piece[0]) + len(piece[1]) + 1
+    tokens = np.full(room - left, EMPTY, dtype=np.int32)
+    weights = np.zeros(room - left, dtype=np.float32)
+    first = 0
+    for before, said, weight in pieces:
+        middle = first + len(before)
+        last = middle + len(said)
+        # The prompt's tail is context and has no votes.
+        tokens[first:middle] = before
+        tokens[middle:last] = said
+        weights[middle:last] = weight
+        # Without a separator, a suffix could begin in one response and end in the next.
+        first = last + 1
+    # vLLM has placeholders below 0.
+    weights[tokens < 0] = 0.0
+    return Shown(tokens, weights)
+
+
+def whole_text(*parts: Shown) -> tuple[np.ndarray, np.ndarray]:
+    """A text of these parts. It is SUFFIX tokens longer than its places, because `match` also looks
+    back from the first one.
+    """
+    start = np.full(SUFFIX, EMPTY, dtype=np.int32)
+    tokens, weights = zip(*parts, strict=True)
+    return np.concatenate([start, *tokens]), np.concatenate(weights)
 
 
 def tail_of(prompt: Sequence[int], said: Sequence[int] = ()) -> list[int]:

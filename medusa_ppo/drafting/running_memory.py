@@ -21,14 +21,21 @@ from medusa_ppo.drafting.memory import (
     Drawn,
     Recall,
     ResponseMemory,
+    Shown,
     Trust,
     Waiting,
     prompt_key,
+    shown,
     tail_of,
+    whole_text,
 )
 
 REFRESH = 8
-"""Steps after which a request sees the newest tokens of concurrent requests."""
+"""Steps after which a request sees the newest tokens of concurrent requests. An eighth of them does
+in each step, because their texts are made while the device waits.
+"""
+SENT_AT_ONCE = 1 << 20
+"""Tokens of texts that are sent to the device together."""
 
 
 @dataclass
@@ -99,6 +106,8 @@ class RunningMemory:
         requests = len(self._tokens_SX)
         self._lengths = [0] * requests
         self._slots: dict[str, int] = {}
+        # The step in which each slot's text was made, the oldest first.
+        self._made: dict[str, int] = {}
         self._free = list(range(requests))
         self._p_T: torch.Tensor | None = None
 
@@ -206,7 +215,8 @@ class RunningMemory:
         Args:
             live: vLLM's states of all running requests.
         """
-        for key in [key for key in self._met if key not in live]:
+        # An id may be given again as soon as its request has ended.
+        for key in [key for key, met in self._met.items() if live.get(key) is not met.request]:
             self._take_leave(key)
         for key in request_ids:
             if key not in self._met:
@@ -230,7 +240,7 @@ class RunningMemory:
         self._step += 1
         # New requests get their text at once, others a newer one only now and then: it has to be
         # copied to the device.
-        self._lay_out(request_ids if self._step % REFRESH == 0 else new)
+        self._lay_out([*new, *self._due(request_ids)])
         slots = [self._slots[key] for key in request_ids]
         # The cost of the search is proportional to its width, which is that of the batch's longest
         # text.
@@ -252,13 +262,28 @@ class RunningMemory:
         end = next((place + 1 for place, token in enumerate(said) if token in ends), len(said))
         self.store.remember(met.key, said[:end], met.version, met.seed)
         if key in self._slots:
-            self._free.append(self._slots.pop(key))
+            self._give_back(key)
+
+    def _give_back(self, key: str) -> None:
+        self._free.append(self._slots.pop(key))
+        self._made.pop(key, None)
 
     def _make_room(self, count: int, running: set[str]) -> None:
         # A preempted request gets a new slot and a new text if it returns.
         waiting = [key for key in self._slots if key not in running]
         for key in waiting[: max(count - len(self._free), 0)]:
-            self._free.append(self._slots.pop(key))
+            self._give_back(key)
+
+    def _due(self, request_ids: Sequence[str]) -> list[str]:
+        """Which of these get a newer text in this step."""
+        most = -(-len(request_ids) // REFRESH)
+        running = set(request_ids)
+        due: list[str] = []
+        for key, step in self._made.items():
+            if len(due) == most or self._step - step < REFRESH:
+                break
+            due += [key] if key in running else []
+        return due
 
     def _lay_out(self, request_ids: Sequence[str]) -> None:
         """Write the texts of some requests: the responses to their prompts, and what concurrent
@@ -269,23 +294,70 @@ class RunningMemory:
         for met in self._met.values():
             if met.key in asked:
                 beside.setdefault(met.key, []).append((met, met.tokens()))
+        finished: dict[tuple[bytes, int | None, int], Shown] = {}
+        at_once = max(1, SENT_AT_ONCE // self._places)
+        for first in range(0, len(request_ids), at_once):
+            part = request_ids[first : first + at_once]
+            mets = [self._met[key] for key in part]
+            texts = [self._text(met, beside[met.key], finished) for met in mets]
+            self._send([self._slots[key] for key in part], texts)
         for key in request_ids:
-            met = self._met[key]
-            slot = self._slots[key]
-            others = (
-                said
-                for other, said in beside[met.key]
-                # Requests with the same seed draw with the same numbers, so q may not depend on
-                # each other's tokens.
-                if other is not met and (met.seed is None or met.seed != other.seed)
-            )
-            tokens, weights = self.store.text(met.key, met.tail, others, self._places, met.seed)
-            length = self._lengths[slot] = len(weights)
-            self._tokens_SX[slot, : SUFFIX + length] = sending.sent(
-                tokens, self._device, torch.int32
-            )
-            self._tokens_SX[slot, SUFFIX + length :] = EMPTY
-            self._weight_SP[slot, :length] = sending.sent(weights, self._device, torch.float32)
-            self._weight_SP[slot, length:] = 0
-            # Drafts of this slot's previous owner must not teach this request.
-            self._waiting.cells_KS[:, slot] = -1
+            # The newest stands last.
+            self._made.pop(key, None)
+            self._made[key] = self._step
+
+    def _text(
+        self,
+        met: _Met,
+        beside: Sequence[tuple[_Met, np.ndarray]],
+        finished: dict[tuple[bytes, int | None, int], Shown],
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """The text of one request (as `ResponseMemory.text`).
+
+        Args:
+            beside: all requests with its prompt, and what they have said.
+            finished: what texts that were made before show of finished responses.
+        """
+        others = [
+            (said, 1.0)
+            for other, said in beside
+            # Requests with the same seed draw with the same numbers, so q may not depend on each
+            # other's tokens.
+            if other is not met and (met.seed is None or met.seed != other.seed)
+        ]
+        room = self.store.room_beside(met.key, self._places)
+        now = shown(others, met.tail, room)
+        used = len(now.weights)
+        if met.seed is None:
+            # As if all were shown to each of them: then all show the same of finished responses,
+            # which is most of the work.
+            used = max(used, min(room, sum(len(met.tail) + len(said) + 1 for _, said in beside)))
+        seed = met.seed if self.store.has_of_seed(met.key, met.seed) else None
+        shared = met.key, seed, self._places - used
+        if shared not in finished:
+            finished[shared] = self.store.finished(met.key, met.tail, shared[2], seed)
+        return whole_text(now, finished[shared])
+
+    def _send(self, slots: Sequence[int], texts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Write texts to these slots, all of them in a few copies: each copy costs the host as much
+        as making a text.
+        """
+        longest = max(
+            *(self._lengths[slot] for slot in slots), *(len(weights) for _, weights in texts)
+        )
+        # What a slot's last text had more is emptied.
+        tokens_NX = np.full((len(texts), SUFFIX + longest), EMPTY, dtype=np.int32)
+        weight_NP = np.zeros((len(texts), longest), dtype=np.float32)
+        for row, (slot, (tokens, weights)) in enumerate(zip(slots, texts, strict=True)):
+            tokens_NX[row, : len(tokens)] = tokens
+            weight_NP[row, : len(weights)] = weights
+            self._lengths[slot] = len(weights)
+        slots_N = sending.sent(slots, self._device)
+        self._tokens_SX[:, : SUFFIX + longest].index_copy_(
+            0, slots_N, sending.sent(tokens_NX, self._device, torch.int32)
+        )
+        self._weight_SP[:, :longest].index_copy_(
+            0, slots_N, sending.sent(torch.from_numpy(weight_NP), self._device, torch.float32)
+        )
+        # Drafts of this slot's previous owner must not teach this request.
+        self._waiting.cells_KS.index_fill_(1, slots_N, -1)

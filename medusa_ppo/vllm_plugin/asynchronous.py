@@ -79,7 +79,9 @@ def with_number_of_drafts_as_asked(original: Callable[..., None]) -> Callable[..
     def _update_after_schedule(self: Any, scheduler_output: Any) -> None:
         asked = getattr(self, DRAFTS, None)
         if asked is not None:
-            scheduler_output.num_spec_tokens_to_schedule = min(asked, self.num_spec_tokens)
+            # vLLM may want fewer for so many requests.
+            most = scheduler_output.num_spec_tokens_to_schedule
+            scheduler_output.num_spec_tokens_to_schedule = min(asked, most)
         original(self, scheduler_output)
 
     return _update_after_schedule

@@ -9,6 +9,14 @@ import torch
 from medusa_ppo.drafting.running_memory import RunningMemory
 
 
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """States of torch's generators: the CPU's, and the device's."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
 @dataclass
 class Calibrating:
     """A running calibration.
@@ -17,7 +25,7 @@ class Calibrating:
         drafts: drafts of each step.
         steps: sequences, drafts and seconds of each pure decode step.
         memory: the memory of responses from before the calibration.
-        random_states: states of torch's generators from before it: the CPU's, and the device's.
+        random_states: `random_states` from before it.
     """
 
     drafts: int
@@ -27,10 +35,7 @@ class Calibrating:
 
     @classmethod
     def begin(cls, drafts: int, memory: RunningMemory | None, device: torch.device) -> Calibrating:
-        states = [torch.get_rng_state()]
-        if device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(device))
-        return cls(drafts, memory, states)
+        return cls(drafts, memory, random_states(device))
 
     def take(self) -> list[list[float]]:
         """The timings since the last call."""

@@ -411,6 +411,11 @@ HOOKS: tuple[Hook, ...] = (
     ),
     _v2("reporting as many drafts as were made", _V2_RUNNER, "GPUModelRunner.take_draft_token_ids"),
     _v2(
+        "learning nothing from V2's warm-up",
+        "vllm.v1.worker.gpu_worker",
+        "Worker.compile_or_warm_up_model",
+    ),
+    _v2(
         "top-k and top-p of drafts, V2",
         "vllm.v1.worker.gpu.sample.states",
         "SamplingStates.get_top_k_top_p",

@@ -66,7 +66,9 @@ class RunningRequests:
         self._tails_Sn = torch.full((slots, SUFFIX), MISSING, dtype=torch.int32, device=device)
         # The last row of a request verifies no draft; its number is never read.
         self._p_SK = torch.zeros(slots, drafts + 1, device=device)
-        self._coming: tuple[Sequence[str], sending.OnItsWay] | None = None
+        # Lists of `output_token_ids`, not ids: a request may end before its last tokens are here,
+        # and another one may have its id.
+        self._coming: tuple[Sequence[list[int]], sending.OnItsWay] | None = None
 
     def renew(self) -> None:
         """Restore what was on the device at the same addresses, after the memory was thrown away.
@@ -77,7 +79,6 @@ class RunningRequests:
 
     def begin(self, admitted: Sequence[Admitted]) -> None:
         """Requests that enter or come back after a preemption, with what they have said so far."""
-        self.take()
         for new in admitted:
             request = self.live.setdefault(new.key, Running(new.prompt, new.asked))
             request.output_token_ids = list(new.tokens[len(new.prompt) :])
@@ -86,7 +87,9 @@ class RunningRequests:
         self._tails_Sn[slots_N] = sending.sent(tails, self._device, torch.int32)
 
     def end(self, keys: Collection[str]) -> None:
-        self.take()
+        """These have ended. Called before a step's work is queued, when their last tokens may still
+        be on their way.
+        """
         for key in keys:
             self.live.pop(key, None)
 
@@ -114,22 +117,20 @@ class RunningRequests:
         tails_Bn = torch.where(place_Bn < SUFFIX, older_Bn, newer_Bn)
         self._tails_Sn[slots_B] = tails_Bn
         there_Bn = torch.arange(most, device=self._device) < count_B1
-        self._coming = keys, sending.OnItsWay(torch.where(there_Bn, ids_Bn, MISSING))
+        texts = [self.live[key].output_token_ids if key in self.live else [] for key in keys]
+        self._coming = texts, sending.OnItsWay(torch.where(there_Bn, ids_Bn, MISSING))
         return tails_Bn
 
     def take(self) -> None:
-        """Add what the last step sampled to its requests. This waits for nothing: the scheduler had
-        these tokens before it began this step.
+        """Add what the last step sampled to its requests, when this step's work is queued: a step
+        that was scheduled ahead begins before the last one has ended.
         """
         if self._coming is None:
             return
-        keys, ids = self._coming
+        texts, ids = self._coming
         self._coming = None
-        for key, newest_first in zip(keys, ids.arrived().tolist(), strict=True):
-            if key in self.live:
-                self.live[key].output_token_ids += [
-                    token for token in reversed(newest_first) if token != MISSING
-                ]
+        for text, newest_first in zip(texts, ids.arrived().tolist(), strict=True):
+            text += [token for token in reversed(newest_first) if token != MISSING]
 
     def score(self, logits_TV: torch.Tensor, rows: VerifiedRows) -> None:
         """Note the probabilities of the drafts that are verified now.

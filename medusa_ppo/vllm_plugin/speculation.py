@@ -110,6 +110,12 @@ def refuse_what_heads_lack(vllm_config: Any) -> None:
         raise not_with_heads(
             "enable_batch_sharded_sampling", True, False, "Leave it out, or leave the heads out."
         )
+    # vLLM would cut runs of drafts by a confidence that our heads don't report.
+    speculative = getattr(vllm_config, "speculative_config", None)
+    if getattr(speculative, "enable_adaptive_verification", False):
+        raise not_with_heads(
+            "enable_adaptive_verification", True, False, "Leave it out, or leave the heads out."
+        )
     model = getattr(vllm_config, "model_config", None)
     method = getattr(model, "quantization", None)
     # A checkpoint that is quantised never takes a sync; one that vLLM quantises as it loads would

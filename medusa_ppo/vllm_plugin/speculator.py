@@ -14,10 +14,11 @@ D hidden, V vocabulary.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 import vllm.v1.worker.gpu.cudagraph_utils as cudagraph_utils
 import vllm.v1.worker.gpu.model_runner as v2_runner
 import vllm.v1.worker.gpu.spec_decode.rejection_sampler as v2_sampler
+import vllm.v1.worker.gpu_worker as gpu_worker
 from torch import nn
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu.sample.states import SamplingStates
@@ -43,6 +45,7 @@ from medusa_ppo.drafting.slots import NOTHING, DraftSlots, stamps
 from medusa_ppo.drafting.stopping import Ending
 from medusa_ppo.drafting.texts import Copier, TextRing
 from medusa_ppo.vllm_plugin import asynchronous, q_kernel
+from medusa_ppo.vllm_plugin.calibrating import random_states
 from medusa_ppo.vllm_plugin.draft_graphs import CudaRecorder, DraftGraphs, DraftStep
 from medusa_ppo.vllm_plugin.proposer import TEXT_TOKENS_AT_ONCE, MedusaProposer
 from medusa_ppo.vllm_plugin.running_requests import Admitted, RunningRequests
@@ -66,9 +69,12 @@ class _LastStep:
     """A step whose number of sampled tokens isn't known yet.
 
     Attributes:
+        keys: its requests.
         sampled: on its way to the host.
+        seconds: None: unknown, or known only when the next step's work was queued.
     """
 
+    keys: Sequence[str]
     sampled: sending.OnItsWay
     drafted: Sequence[int]
     scheduled_tokens: int
@@ -279,7 +285,9 @@ class HeldHeads(MedusaProposer):
         each request by itself would cost the host as much as a step.
         """
         if self._calibrating is None:
-            self.draft_vocabulary.observe([new.tokens for new in admitted])
+            # What a request said before it was preempted has been counted step by step.
+            unseen = [new.prompt for new in admitted if new.key not in self.running.live]
+            self.draft_vocabulary.observe(unseen)
         self.running.begin(admitted)
         texts = self._texts
         copier = self._core.copier
@@ -318,35 +326,70 @@ class HeldHeads(MedusaProposer):
         self._serves.fill_(self._calibrating is None)
 
     def step_ended(
-        self, sampled_B: torch.Tensor, drafted: Sequence[int], scheduled_tokens: int
+        self,
+        keys: Sequence[str],
+        sampled_B: torch.Tensor,
+        drafted: Sequence[int],
+        scheduled_tokens: int,
     ) -> None:
         """Take a step that verified `drafted` drafts and sampled `sampled_B` tokens of each
         request. The latter are read one step later, when their copy has reached the host without
         waiting.
         """
-        self._learn_of_last_step()
-        if not self.choose and self._calibrating is None:
-            return
-        sampled = sending.OnItsWay(sampled_B)
-        self._last_step = _LastStep(sampled, drafted, scheduled_tokens, self._seconds_of_step())
+        last = self._last_step
+        if last is not None:
+            # Before the clock is read: what has passed then ends with what the device has done.
+            last.sampled.arrived()
+        timed = self.choose or self._calibrating is not None
+        seconds = self._seconds_of_step() if timed else None
+        if self.device.type != "cpu":
+            # This step's work is only queued: what has passed since the last call was the last
+            # step. Without a request in common the engine may have been idle in between.
+            between = last is not None and not set(last.keys).isdisjoint(keys)
+            self._learn_of_last_step(seconds if between else None)
+            seconds = None
+        else:
+            self._learn_of_last_step()
+        if timed:
+            sampled = sending.OnItsWay(sampled_B)
+            self._last_step = _LastStep(keys, sampled, drafted, scheduled_tokens, seconds)
 
     def skip_step(self) -> None:
         """The step that begins now does not count for the times of steps."""
         self._step_began = None
 
-    def _learn_of_last_step(self) -> None:
+    def _learn_of_last_step(self, seconds: float | None = None) -> None:
+        """Learn from the last step.
+
+        Args:
+            seconds: how long it took, if that was not known when its work was queued.
+        """
         last = self._last_step
         self._last_step = None
         if last is None:
             return
         sampled = last.sampled.arrived().tolist()
-        self._learn(sampled, last.drafted, last.scheduled_tokens, last.seconds)
+        self._learn(sampled, last.drafted, last.scheduled_tokens, last.seconds or seconds)
 
     def calibrate(self, drafts: int | None) -> list[list[float]]:
         self._learn_of_last_step()
         # On the device, because what reads it is recorded.
         self._serves.fill_(drafts is None)
         return super().calibrate(drafts)
+
+    @contextlib.contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Requests of vLLM's own warm-up are artificial, as those of a calibration, and their steps
+        take seconds, because kernels are compiled in them.
+        """
+        self.calibrate(self.num_drafts)
+        try:
+            yield
+        finally:
+            if self._calibrating is not None:
+                # vLLM has seeded its generators for what it will serve.
+                self._calibrating.random_states = random_states(self.device)
+            self.calibrate(None)
 
     def configure(self, settings: Drafting) -> Drafting:
         if settings.get("stop_below") and is_asynchronous(self.vllm_config):
@@ -467,11 +510,23 @@ class MedusaSpeculator(DraftModelSpeculator):
         if num_speculative_tokens is not None:
             most = min(most, num_speculative_tokens)
         drafted: list[int] = []
+        told: list[int] = []
         if dummy_run:
-            count = min(most, drafter.num_drafts) if drafter.drafting else 0
+            # Whatever is trained now: vLLM measures by it how much memory is left, and later heads
+            # and settings may draft as many.
+            count = min(most, drafter.num_speculative_tokens) if drafter.fed else 0
         else:
             drafted = (np.diff(input_batch.cu_num_logits_np)[:batch] - 1).tolist()
-            drafter.step_ended(num_sampled[:batch], drafted, input_batch.num_tokens)
+            # vLLM gives a request whose prompt is cached as many drafts as there are heads, so that
+            # all requests of a step have the same shape. Nobody drafted these.
+            prefilling = getattr(input_batch, "is_prefilling_np", None)
+            told = (
+                drafted
+                if prefilling is None or not prefilling[:batch].any()
+                else np.where(prefilling[:batch], 0, drafted).tolist()
+            )
+            keys = input_batch.req_ids[:batch]
+            drafter.step_ended(keys, num_sampled[:batch], told, input_batch.num_tokens)
             self.count = count = self._number(most, batch)
         cuts: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
         if count and drafter.slots is not None:
@@ -500,10 +555,10 @@ class MedusaSpeculator(DraftModelSpeculator):
                 rows_B,
                 last_ids_B,
                 num_sampled[:batch],
-                drafted,
+                told,
             )
             if drafter.stopping is not None:
-                drafted_B = sending.sent(drafted, self.device)
+                drafted_B = sending.sent(told, self.device)
                 accepted_B = (num_sampled[:batch] - 1).clamp_min(0)
                 drafter.stopping.settle(at.slots_B, drafted_B, accepted_B)
         if not drafter.drafting:
@@ -699,6 +754,20 @@ def with_requests_admitted(original: Callable[..., None]) -> Callable[..., None]
     return add_requests
 
 
+def without_learning(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`Worker.compile_or_warm_up_model`, which serves requests of its own with V2."""
+
+    @functools.wraps(original)
+    def compile_or_warm_up_model(self: Any) -> Any:
+        speculator = getattr(self.model_runner, "speculator", None)
+        if not isinstance(speculator, MedusaSpeculator):
+            return original(self)
+        with speculator.drafter.warming_up():
+            return original(self)
+
+    return compile_or_warm_up_model
+
+
 def with_as_many_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
     """`GPUModelRunner.take_draft_token_ids`: the scheduler makes room for as many as were drafted,
     not as the heads could.
@@ -853,6 +922,7 @@ PLACES: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
     (VllmConfig, "_get_v2_model_runner_unsupported_features", medusa_allowed),
     (v2_runner.GPUModelRunner, "add_requests", with_requests_admitted),
     (v2_runner.GPUModelRunner, "take_draft_token_ids", with_as_many_drafts),
+    (gpu_worker.Worker, "compile_or_warm_up_model", without_learning),
     (v2_sampler, "rejection_sample", with_q_as_it_is_read),
     (v2_sampler.RejectionSampler, "_verify_in_chunks", in_parts_of_our_size),
     *(asynchronous.PLACES if schedules_ahead(vllm_version()) else ()),

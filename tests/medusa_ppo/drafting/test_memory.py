@@ -39,11 +39,12 @@ from medusa_ppo.drafting.memory import (
     cells_of,
     match,
     prompt_key,
+    shown,
     tail_of,
     vote,
 )
 from medusa_ppo.drafting.noise import cumulate
-from medusa_ppo.drafting.running_memory import RunningMemory
+from medusa_ppo.drafting.running_memory import REFRESH, RunningMemory
 from medusa_ppo.drafting.slots import DraftSlots, stamps
 from medusa_ppo.drafting.verify import DraftRows, Proposed, Rule, verify_rows
 from tests.medusa_ppo.drafting.test_core import D, K, TableActor, V, random_heads
@@ -188,6 +189,27 @@ def test_long_responses_count_by_their_last_part_and_hide_none() -> None:
     kept = memory.text(prompt_key((9,)), (9,), (), 90)[0][SUFFIX:].tolist()
     assert kept == [*range(PLACES + 411, PLACES + 500), EMPTY]
     assert memory.nbytes < 10**5, "more than any text holds is not kept"
+
+
+def test_very_old_responses_get_the_room_that_new_ones_leave() -> None:
+    """Ten epochs of eight responses each, of which nine have next to no weight."""
+    memory = ResponseMemory(10**8)
+    key = prompt_key(PROMPT)
+    for epoch in range(10):
+        memory.version = 60 * epoch
+        for number in range(8):
+            memory.remember(key, [100 * epoch + number] * 10_000)
+    tokens, weights = memory.text(key, PROMPT, (), PLACES)
+    newest = tokens[SUFFIX:] >= 900
+    assert newest.sum() > 0.9 * PLACES and (weights[newest] == 1.0).all()
+    # Where there is room, they are shown: nothing newer may match.
+    memory = ResponseMemory(10**8)
+    for version, token in ((0, 5), (60, 6)):
+        memory.version = version
+        memory.remember(key, [token] * 10)
+    tokens, weights = memory.text(key, PROMPT, (), 100)
+    assert tokens[SUFFIX:].tolist() == [*PROMPT, *[6] * 10, EMPTY, *PROMPT, *[5] * 10, EMPTY]
+    assert weights[tokens[SUFFIX:] == 5].tolist() == pytest.approx([FADE**60] * 10)
 
 
 class OtherOrder(TorchFunctionMode):
@@ -481,7 +503,9 @@ def test_ended_requests_are_remembered_and_those_beside_are_seen(
     ], "each sees what the other has said, and nothing followed that"
     live["a"].output_token_ids += [5, 6]
     running.attend(["a", "b"], live)
-    assert lengths(running.recall(["a", "b"])) == [0, 4], "a sees no token of its own"
+    assert lengths(running.recall(["a", "b"])) == [0, 0], "not yet"
+    assert lengths(running.recall(["b", "a"])) == [0, 0], "a is renewed first"
+    assert lengths(running.recall(["b", "a"])) == [4, 0], "a sees no token of its own"
     live["a"].output_token_ids += [0, 9]
     live["a"].sampling_params.all_stop_token_ids = {0}
     del live["a"]
@@ -497,6 +521,94 @@ def test_ended_requests_are_remembered_and_those_beside_are_seen(
     ], "c waits, its place is taken, and d has another prompt"
     running.attend(["c", "d"], live)
     assert lengths(running.recall(["c", "d"])) == [3, 0]
+
+
+def test_another_request_with_the_same_id_is_another_request() -> None:
+    """Callers may number their requests in each call anew."""
+    running = RunningMemory(10**6, 2, K, 64, CPU)
+    running.store.remember(prompt_key((9,)), [4, 5], seed=2)
+    first = request(PROMPT, 4, 5, 6, seed=1)
+    running.attend(["0"], {"0": first})
+    assert lengths(running.recall(["0"])) == [0]
+    running.attend(["0"], {"0": request((9,), 4, seed=3)})
+    assert running.store.nbytes == 2 * OVERHEAD + 4 * (2 + 3), "the first one has ended"
+    assert lengths(running.recall(["0"])) == [2], "it sees what was said to its own prompt"
+    running.attend(["0"], {"0": request((9,), 4, seed=2)})
+    assert lengths(running.recall(["0"])) == [0], "and nothing of its own seed"
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_texts_are_renewed_in_turn_an_eighth_in_each_step(
+    seeded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device waits meanwhile. 20 requests to three prompts, whose finished responses are
+    prepared once for all of them.
+    """
+    running = RunningMemory(10**6, 24, K, 400, CPU)
+    prompts = [(1, 2), (3, 4), (5, 6)]
+    for number, prompt in enumerate(prompts):
+        for length in (30, 60, 90):
+            said = list(range(1000 * number, 1000 * number + length))
+            running.store.remember(prompt_key(prompt), said, seed=0)
+    live = {
+        str(place): request(prompts[place // 8], *[place] * (20 + place), seed=place % 3)
+        for place in range(20)
+    }
+    if not seeded:
+        for one in live.values():
+            one.sampling_params.seed = None
+    keys = list(live)
+    written: list[list[str]] = []
+    lay_out = RunningMemory._lay_out
+
+    def noted(self: RunningMemory, request_ids: list[str]) -> None:
+        written.append(list(request_ids))
+        lay_out(self, request_ids)
+
+    monkeypatch.setattr(RunningMemory, "_lay_out", noted)
+    built: list[bytes] = []
+    finished = ResponseMemory.finished
+
+    def counted(self: ResponseMemory, key: bytes, *rest: Any) -> Any:
+        built.append(key)
+        return finished(self, key, *rest)
+
+    monkeypatch.setattr(ResponseMemory, "finished", counted)
+    running.attend(keys, live)
+    running.recall(keys)
+    assert written == [keys]
+    if not seeded:
+        assert len(built) == 3, "once for each prompt"
+    for step in range(40):
+        for one in live.values():
+            one.output_token_ids.append(7)
+        # In another order, as a batch may have in each step.
+        running.attend(keys, live)
+        running.recall(keys[step % 20 :] + keys[: step % 20])
+    assert all(len(some) <= 3 for some in written[1:])
+    last = {key: max(n for n, some in enumerate(written) if key in some) for key in keys}
+    assert min(last.values()) > len(written) - 2 * REFRESH, "each in its turn"
+    for key in keys:
+        met = running._met[key]
+        others = [
+            one.output_token_ids[: len(one.output_token_ids) - len(written) + 1 + last[key]]
+            for other, one in live.items()
+            if other != key
+            and one.prompt_token_ids == met.request.prompt_token_ids
+            and not (seeded and one.sampling_params.seed == met.seed)
+        ]
+        tokens, weights = running.store.text(met.key, met.tail, others, 400, met.seed)
+        slot = running._slots[key]
+        written_X = running._tokens_SX[slot]
+        length = running._lengths[slot]
+        place = len(shown([(said, 1.0) for said in others], met.tail, 200).weights)
+        assert place > 100
+        assert written_X[: SUFFIX + place].tolist() == tokens[: SUFFIX + place].tolist()
+        assert running._weight_SP[slot, :place].tolist() == weights[:place].tolist()
+        assert (written_X[SUFFIX + length :] == EMPTY).all()
+        assert (running._weight_SP[slot, length:] == 0).all()
+        if seeded:
+            assert written_X[: SUFFIX + length].tolist() == tokens.tolist()
 
 
 def test_a_new_policy_makes_what_was_said_older() -> None:

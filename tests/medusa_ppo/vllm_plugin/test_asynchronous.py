@@ -86,8 +86,8 @@ def test_the_speculators_number_reaches_the_steps_that_are_scheduled_later() -> 
     scheduler = SimpleNamespace(num_spec_tokens=4)
     runner = SimpleNamespace(speculator=SimpleNamespace(asked=None))
 
-    def step() -> None:
-        schedule(scheduler, SimpleNamespace(num_spec_tokens_to_schedule=4))
+    def step(most: int = 4) -> None:
+        schedule(scheduler, SimpleNamespace(num_spec_tokens_to_schedule=most))
         assert sample(runner).model_runner_output is output
         assert take(scheduler, None, output) == [7]
 
@@ -96,7 +96,8 @@ def test_the_speculators_number_reaches_the_steps_that_are_scheduled_later() -> 
         runner.speculator.asked = asked
         step()
     step()
-    assert scheduled == [4, 4, 2, 0, 4], "at most as many as there are heads"
+    step(most=1)
+    assert scheduled == [4, 4, 2, 0, 4, 1], "at most as many as there are heads, and as vLLM wants"
     assert asynchronous.with_number_of_drafts_told(lambda self: None)(runner) is None
     without = SimpleNamespace(speculator=None)
     assert sample(without).model_runner_output is output

@@ -1,6 +1,6 @@
 """V2's drafting call, recorded and replayed: the same drafts as without, on tensors whose addresses
-stay. A CPU has no CUDA graphs; here a recording is the call itself, run again on the tensors with
-which it was recorded.
+stay. A CPU has no CUDA graphs; here a recording is the call's operations, which run again on the
+tensors that they had.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("vllm")
 pytest.importorskip("vllm.v1.worker.gpu.model_runner")
@@ -22,10 +24,32 @@ from medusa_ppo.vllm_plugin.draft_graphs import EAGER_USES, DraftGraphs, padded_
 from tests.medusa_ppo.vllm_plugin.test_speculator_step import SLOTS, D, K, Step, V
 
 
-class SameShapes(TorchDispatchMode):
-    """What a recording can't hold: sizes or branches that come from a tensor's values."""
+class SameShapes(TorchFunctionMode):
+    """What a recording can't hold: values that the host reads or sends. On a CPU nothing is copied
+    for these, so no operation shows them.
+    """
+
+    REFUSED = (
+        *(torch.Tensor.tolist, torch.Tensor.item, torch.Tensor.numpy, torch.Tensor.cpu),
+        *(torch.Tensor.__bool__, torch.Tensor.__int__, torch.Tensor.__float__),
+        *(torch.tensor, torch.as_tensor, torch.from_numpy),
+    )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func not in self.REFUSED, func
+        return func(*args, **(kwargs or {}))
+
+
+class Operations(TorchDispatchMode):
+    """The operations of a call, with the tensors that they read and wrote. Sizes and branches that
+    come from a tensor's values are refused.
+    """
 
     REFUSED = ("nonzero", "_local_scalar_dense", "masked_select", "unique", "is_nonzero", "item")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[tuple[Any, Any, Any, Any]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).split(".")[1]
@@ -37,7 +61,37 @@ class SameShapes(TorchDispatchMode):
                 if isinstance(given, list | tuple)
                 for index in given
             ), func
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self._made.append((func, args, kwargs or {}, result))
+        return result
+
+    @torch.inference_mode()
+    def again(self) -> None:
+        """Run them again: each reads and writes the memory that it read and wrote."""
+        for func, args, kwargs, result in self._made:
+            given = {at(value) for value in tensors((args, kwargs))}
+            writes = any(
+                one.alias_info is not None and one.alias_info.is_write
+                for one in func._schema.arguments
+            )
+            own = [value for value in tensors(result) if at(value) not in given]
+            # A view is one still.
+            if writes:
+                func(*args, **kwargs)
+            elif own:
+                for place, value in zip(
+                    tensors(result), tensors(func(*args, **kwargs)), strict=True
+                ):
+                    place.copy_(value)
+
+
+def tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def at(value: torch.Tensor) -> int:
+    """Where a tensor's memory lies."""
+    return value.untyped_storage().data_ptr()
 
 
 class Counted(TorchDispatchMode):
@@ -60,18 +114,18 @@ class Counted(TorchDispatchMode):
 
 
 class Again:
-    """Stands for a CUDA graph."""
+    """Stands for a CUDA graph. As one, it runs no Python again."""
 
     def __init__(self, call: Callable[[], torch.Tensor]) -> None:
         self._call = call
-        with SameShapes():
+        self._operations = Operations()
+        with SameShapes(), self._operations:
             self.result = call().clone()
         self.replays = 0
 
     def replay(self) -> None:
         self.replays += 1
-        with SameShapes():
-            self.result.copy_(self._call())
+        self._operations.again()
 
 
 class Scene:
@@ -169,6 +223,42 @@ def test_replayed_drafts_are_those_of_the_call(kind: str) -> None:
     assert len(recorded.recordings) == len({1, 2, 4, 5}) and not eager.recordings
     assert sum(again.replays for again in recorded.recordings) > len(BATCHES)
     assert not recorded.graphs.broken
+
+
+def test_a_recording_reads_and_writes_the_memory_that_it_was_made_with() -> None:
+    """So that a tensor that moves unnoticed shows here, and not on a GPU alone."""
+    scene = Scene(True, 4, 2)
+    for number in range(EAGER_USES + 2):
+        scene.take([1, 4, 3], number)
+    slots = scene.speculator.drafter.slots
+    before = slots.stamps_R.clone()
+    moved = slots.stamps_R
+    slots.stamps_R = moved.clone()
+    scene.take([1, 4, 3], 7)
+    assert torch.equal(slots.stamps_R, before) and not torch.equal(moved, before)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda value: value.tolist(),
+        lambda value: value.sum().item(),
+        lambda value: value.cpu(),
+        lambda value: value[value > 0],
+        lambda value: value.nonzero(),
+        lambda value: bool(value.any()),
+        lambda value: torch.tensor([1]),
+    ],
+)
+def test_a_recording_holds_nothing_that_the_host_reads(read: Callable[[torch.Tensor], Any]) -> None:
+    value = torch.ones(3)
+
+    def call() -> torch.Tensor:
+        read(value)
+        return value
+
+    with pytest.raises(AssertionError), torch.inference_mode():
+        Again(call)
 
 
 def test_a_recorded_step_is_few_kernels() -> None:

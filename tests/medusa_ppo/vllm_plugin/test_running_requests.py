@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from medusa_ppo.drafting import sending
 from medusa_ppo.drafting.memory import MISSING, SUFFIX, tail_of
 from medusa_ppo.drafting.q_rows import VerifiedRows
 from medusa_ppo.vllm_plugin.running_requests import Admitted, RunningRequests
@@ -54,12 +55,42 @@ def test_who_ends_has_its_last_tokens_and_who_comes_back_goes_on(device: torch.d
 
     step(["a", "b"], [1, 3], [[2, 1, 0, 0], [3, 0, 0, 0]], [2, 1])
     running.end(["a"])
-    assert request.output_token_ids == [1, 2] and list(running.live) == ["b"]
+    assert list(running.live) == ["b"]
+    running.take()
+    assert request.output_token_ids == [1, 2], "and they reach it after its end"
     # Preempted: another slot, and the same text.
     running.begin([Admitted("b", 0, [6], [6, 3], None)])
     step(["b"], [0], [[4, 0, 0, 0]], [1])
     running.take()
     assert running.live["b"].output_token_ids == [3, 4]
+
+
+def test_nothing_is_waited_for_before_a_steps_work_is_queued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """When requests end and arrive, a step that is scheduled ahead has not begun, and the last one
+    is not done. The new request has the id of the one that ended.
+    """
+    running = RunningRequests(SLOTS, K, torch.device("cpu"))
+    waited: list[bool] = []
+    arrived = sending.OnItsWay.arrived
+
+    def noted(self: sending.OnItsWay) -> torch.Tensor:
+        waited.append(True)
+        return arrived(self)
+
+    monkeypatch.setattr(sending.OnItsWay, "arrived", noted)
+    running.begin([Admitted("a", 1, [5], [5], None), Admitted("b", 2, [5], [5], None)])
+    first, goes_on = running.live["a"], running.live["b"]
+    ids_Bn = torch.tensor([[2, 1, 0, 0], [3, 0, 0, 0]])
+    running.sampled(["a", "b"], torch.tensor([1, 2]), ids_Bn, torch.tensor([2, 1]))
+    running.end([])
+    running.end(["a"])
+    running.begin([Admitted("a", 1, [6], [6], None)])
+    assert not waited
+    running.take()
+    assert waited and first.output_token_ids == [1, 2] and goes_on.output_token_ids == [3]
+    assert running.live["a"].output_token_ids == [], "these are another one's tokens"
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -74,6 +74,7 @@ SERVED: dict[str, Any] = {"pipeline_parallel_size": 1, "enable_expert_parallel":
         ({"enable_batch_sharded_sampling": True}, None, "enable_batch_sharded_sampling"),
         ({}, SimpleNamespace(max_loras=1), "enable_lora"),
         ({"quantization": "fp8"}, None, "quantization"),
+        ({"enable_adaptive_verification": True}, None, "enable_adaptive_verification"),
     ],
 )
 @pytest.mark.parametrize("runner", ["v1", "v2"])
@@ -87,7 +88,9 @@ def test_what_heads_lack_is_refused_in_vllms_own_process(
     (tmp_path / "config.json").write_text('{"medusa_ppo": {}}')
     config = SimpleNamespace(
         speculative_config=SimpleNamespace(
-            method="medusa", draft_model_config=SimpleNamespace(model=str(tmp_path))
+            method="medusa",
+            draft_model_config=SimpleNamespace(model=str(tmp_path)),
+            enable_adaptive_verification=parallel.get("enable_adaptive_verification", False),
         ),
         parallel_config=SimpleNamespace(**SERVED | parallel),
         model_config=SimpleNamespace(

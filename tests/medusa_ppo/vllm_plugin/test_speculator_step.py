@@ -24,7 +24,7 @@ from medusa_ppo.drafting.q_rows import VerifiedRows
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.texts import Copier, TextRing
-from medusa_ppo.vllm_plugin import rank_agreement
+from medusa_ppo.vllm_plugin import proposer, rank_agreement
 from medusa_ppo.vllm_plugin.confirm import fingerprint
 from medusa_ppo.vllm_plugin.cost_key import cost_key
 from medusa_ppo.vllm_plugin.running_requests import Admitted
@@ -35,6 +35,7 @@ from medusa_ppo.vllm_plugin.speculator import (
     in_parts_of_our_size,
     with_as_many_drafts,
     with_q_as_it_is_read,
+    without_learning,
 )
 from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
@@ -178,9 +179,16 @@ def test_drafts_whose_q_is_not_kept_are_one_hot(why: str) -> None:
     assert found_KV.argmax(1).tolist() == ids_BK[0].tolist()
 
 
-def test_a_dummy_run_takes_the_path_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM profiles memory by it: what is drawn with, and a table as large as that of a step."""
+@pytest.mark.parametrize("untrained", [False, True])
+def test_a_dummy_run_takes_the_path_that_serves(
+    untrained: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM profiles memory by it: what is drawn with, and a table as large as that of a step. Heads
+    that are trained later need as much, and so do more drafts.
+    """
     step = Step()
+    step.speculator.drafter._untrained = untrained
+    step.speculator.drafter.num_drafts = 0 if untrained else K
     asked = []
     made = []
     draft, table_of = DraftingCore.draft, q_rows.table_of
@@ -308,6 +316,127 @@ def test_the_number_of_drafts_is_chosen_and_learned_from(monkeypatch: pytest.Mon
     assert seen == [(B, 1)] * 2, "the step with a prompt is none of those that are timed"
 
 
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_seconds_are_those_of_the_step_they_are_learned_for(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU has only begun a step when its drafts are asked for. Seconds in which an engine may
+    have been idle, or a size was recorded, belong to no step.
+    """
+    drafter = Step().speculator.drafter
+    drafter.choose, drafter.device = True, torch.device(kind)
+    host = [0.0]
+    monkeypatch.setattr(proposer, "time", SimpleNamespace(perf_counter=lambda: host[0]))
+    seen: list[tuple[int, float]] = []
+    monkeypatch.setattr(
+        drafter.chooser, "observe_step", lambda batch, k, seconds: seen.append((k, seconds))
+    )
+    takes_s = {0: 0.010, 1: 0.020, 2: 0.030}
+
+    def step(drafts: int, keys: str = "abc") -> None:
+        began = host[0]
+        host[0] += 0.0005 if kind == "cuda" else takes_s[drafts]
+        sampled_B = torch.ones(len(keys), dtype=torch.int32)
+        drafter.step_ended(list(keys), sampled_B, [drafts] * len(keys), len(keys) * (1 + drafts))
+        host[0] = began + takes_s[drafts]
+
+    for drafts in [0, 0, 2, 0, 0, 1, 0, 2, 2, 1, 0]:
+        step(drafts)
+    assert len(seen) >= 9
+    assert [seconds for _, seconds in seen] == pytest.approx([takes_s[k] for k, _ in seen])
+    del seen[:]
+    host[0] += 60.0
+    step(1, "def")
+    step(1, "def")
+    if kind == "cuda":
+        assert [seconds for _, seconds in seen] == pytest.approx([takes_s[1]])
+        drafter.skip_step()
+        host[0] += 5.0
+        step(1, "def")
+        step(2, "def")
+        assert [seconds for _, seconds in seen] == pytest.approx([takes_s[1]] * 2)
+        drafter.calibrate(None)
+        assert len(seen) == 2, "nobody knows how long the last one took"
+
+
+def test_nothing_is_learned_from_vllms_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its requests are artificial, and its steps take seconds. Untrained heads draft in it, because
+    kernels are compiled in it.
+    """
+    step = Step()
+    speculator, drafter = step.speculator, step.speculator.drafter
+    drafter._untrained = True
+    drafter.choose = True
+    drafter.draft_vocabulary = drafter._new_vocabulary(6)
+    memory = drafter.memory = drafter._new_memory(10**6)
+    counts: list[int] = []
+    untouched = drafter.chooser.acceptance.shares()
+
+    def steps(worker: Any) -> str:
+        torch.manual_seed(7)
+        asked = SimpleNamespace(
+            seed=None, structured_outputs=None, ignore_eos=True, all_stop_token_ids=set()
+        )
+        step.batch.req_ids = [f"_warmup_{number}_" for number in range(B)]
+        drafter.admit(
+            [
+                Admitted(key, int(slot), [50, 51], [50, 51], asked)
+                for key, slot in zip(step.batch.req_ids, step.batch.idx_mapping, strict=True)
+            ]
+        )
+        for drafts in (0, K, K, 0, 0):
+            step.batch.cu_num_logits_np = np.arange(B + 1) * (1 + drafts)
+            step.batch.num_tokens = B * (1 + drafts)
+            step.propose()
+            counts.append(speculator.count)
+        drafter.running.end(step.batch.req_ids)
+        torch.manual_seed(11)
+        return "as vLLM's own"
+
+    runner = SimpleNamespace(model_runner=SimpleNamespace(speculator=speculator))
+    assert without_learning(steps)(runner) == "as vLLM's own"
+    assert torch.equal(torch.get_rng_state(), torch.Generator().manual_seed(11).get_state())
+    assert counts == [K] * 5
+    step.batch.req_ids = ["a", "b", "c"]
+    monkeypatch.setattr(drafter.chooser, "choose", lambda batch: 0)
+    drafter._untrained = False
+    drafter.running.begin([Admitted(key, 0, [1], [1], None) for key in step.batch.req_ids])
+    step.propose()
+    assert not drafter.chooser.table.kinds and drafter.chooser.acceptance.shares() == untouched
+    assert drafter.memory is memory and not memory.store.rows()
+    counted = drafter.draft_vocabulary._counts_V.nonzero().flatten().tolist()
+    assert counted == [1, 3, 4], "the last tokens of the step that was served"
+    for _ in range(2):
+        step.propose()
+    assert list(drafter.chooser.table.kinds) == [(2, 0)]
+
+
+def test_drafts_that_nobody_made_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a request whose prompt is cached."""
+    step = Step()
+    drafter = step.speculator.drafter
+    drafter.choose = True
+    drafter.memory = drafter._new_memory(10**6)
+    drafter.stopping = Stopping(0.5, SLOTS, K, drafter.device)
+    drafter.running.begin([Admitted(key, 0, [1], [1], None) for key in step.batch.req_ids])
+    settled: list[list[int]] = []
+    accepted: list[list[int]] = []
+    monkeypatch.setattr(drafter.memory, "settle", lambda keys, d, p: settled.append(list(d)))
+    monkeypatch.setattr(drafter.stopping, "settle", lambda s, d, a: settled.append(d.tolist()))
+    monkeypatch.setattr(
+        drafter.chooser, "observe_acceptance", lambda drafted, right: accepted.append(list(drafted))
+    )
+    step.batch.cu_num_logits_np, step.batch.num_tokens = np.arange(B + 1) * (K + 1), B * (K + 1)
+    step.batch.is_prefilling_np = np.array([False, True, False])
+    step.propose()
+    step.batch.is_prefilling_np = np.zeros(B, dtype=np.bool_)
+    step.propose()
+    step.propose()
+    assert settled == [[K, 0, K]] * 2 + [[K] * B] * 4
+    assert accepted == [[K, 0, K], [K] * B]
+    assert all(kind == (2, K) for kind in drafter.chooser.table.kinds)
+
+
 @pytest.mark.parametrize("without", [1, 2, 5])
 def test_after_steps_without_drafts_it_drafts_as_if_it_always_had(without: int) -> None:
     """What heads with a context attend to came in steps after which nothing was drafted, out of
@@ -365,6 +494,21 @@ def test_a_draft_vocabulary_is_counted_on_the_device_and_drafted_from() -> None:
         drawn_W = drafter._slots.q(torch.tensor([row]), torch.tensor([0]))[0]
         temperature = float(step.temperature_S[slot])
         torch.testing.assert_close((kept_V / temperature).softmax(-1)[ids_W], drawn_W)
+
+
+def test_a_request_that_comes_back_is_not_counted_again() -> None:
+    """Its response was counted as it was sampled."""
+    drafter = Step().speculator.drafter
+    drafter.draft_vocabulary = vocabulary = drafter._new_vocabulary(6)
+    asked = SimpleNamespace(structured_outputs=None)
+    drafter.admit([Admitted("a", 1, [50, 51], [50, 51], asked)])
+    once = [1, 1, 0]
+    assert vocabulary._counts_V[50:53].tolist() == once
+    drafter.admit([Admitted("a", 2, [50, 51], [50, 51, 52, 52], asked)])
+    assert vocabulary._counts_V[50:53].tolist() == once
+    drafter.running.end(["a"])
+    drafter.admit([Admitted("a", 2, [50, 51], [50, 51], asked)])
+    assert vocabulary._counts_V[50:53].tolist() == [2, 2, 0], "another request with its id"
 
 
 def test_runs_end_early_by_request() -> None:
@@ -472,6 +616,42 @@ def test_new_requests_reach_the_device_together_and_without_waiting(
         alone.admit([one], states)
     assert torch.equal(alone.drafter._texts.keys_SALw, texts.keys_SALw)
     assert torch.equal(alone.drafter.running._tails_Sn, speculator.drafter.running._tails_Sn)
+
+
+def test_texts_are_copied_from_by_the_keys_of_the_heads_that_serve() -> None:
+    """After a swap the keys of what was said before are made anew: running requests copy as if they
+    had arrived after it.
+    """
+    running, later = Step(pairs=4, copy_parts=2), Step(pairs=4, copy_parts=2)
+    said = [arrived(2, [7, 8, 9, 7, 8]), arrived(0, [5]), arrived(3, list(range(70)))]
+
+    def swap(step: Step) -> None:
+        drafter = step.speculator.drafter
+        for parameter in drafter.heads.parameters():
+            parameter.mul_(1.5)
+        drafter._core.load()
+        drafter._forget_pairs()
+
+    running.speculator.drafter.admit(said)
+    before_SALw = running.speculator.drafter._texts.keys_SALw.clone()
+    swap(running)
+    swap(later)
+    later.speculator.drafter.admit(said)
+    texts, expected = (step.speculator.drafter._texts for step in (running, later))
+    assert torch.equal(texts.newest_S[:SLOTS], expected.newest_S[:SLOTS])
+    for one in said:
+        here, there, before = (
+            keys_SALw[one.slot, :, : len(one.tokens)]
+            for keys_SALw in (texts.keys_SALw, expected.keys_SALw, before_SALw)
+        )
+        torch.testing.assert_close(here, there)
+        assert not torch.allclose(here, before)
+    slots_B, newest_B = torch.tensor([2, 3]), torch.tensor([4, 69])
+    found, other = (
+        step.speculator.drafter._core.copier.find(ring, slots_B, newest_B)
+        for step, ring in ((running, texts), (later, expected))
+    )
+    torch.testing.assert_close(found, other)
 
 
 def test_steps_scheduled_ahead_have_as_many_drafts_as_were_scheduled() -> None:
