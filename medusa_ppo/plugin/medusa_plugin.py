@@ -246,8 +246,12 @@ class MedusaPlugin:
         )
         plugin._tables = tables_VD
         if companion is not None and resume_from:
-            # What an earlier run trained is not the first step's.
-            plugin._train_s_before = companion.status().train_s
+            # What an earlier run trained is not the first step's, and heads that it has published
+            # get no advance.
+            status = companion.status()
+            plugin._train_s_before = status.train_s
+            if plugin.budget is not None:
+                plugin.budget.begin(status.versions_published, status.candidates_rejected)
         return plugin
 
     # ---- before the first step

@@ -24,7 +24,7 @@ from heads.errors import CheckpointError, DataError, EngineError, SwapError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import HiddenTap, lm_head_weight
-from medusa_ppo.companion.budget import Decision
+from medusa_ppo.companion.budget import AHEAD, Decision
 from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.wire import table_rows
@@ -586,6 +586,29 @@ def test_an_earlier_runs_training_is_not_the_first_steps(
     plugin = MedusaPlugin.start(config_of(), actor, engine, tmp_path, resume_from=resume_from)
     companion.train_s += 3.0
     assert plugin.metrics()[names.COMPANION_TRAIN_S] == 3.0
+
+
+@pytest.mark.parametrize(("published", "steps"), [(7, 1), (0, 1 + AHEAD)])
+def test_only_untrained_heads_are_advanced_seconds_however_often_a_run_is_resumed(
+    parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: int, steps: int
+) -> None:
+    """Each time they would be paid to heads that were trained long ago."""
+    actor, engine, companion, _ = parts
+    monkeypatch.setattr(
+        "medusa_ppo.plugin.medusa_plugin.CompanionClient", lambda *given, **more: companion
+    )
+    companion.reported = {"versions_published": published, "candidates_rejected": 30}
+    config = config_of(share=0.05)
+    plugin = MedusaPlugin.start(config, actor, engine, tmp_path, resume_from="a folder")
+    now = [0.0]
+    plugin._clock = lambda: now[0]
+    plugin.before_generation()
+    plugin.rollout_ready(engine.generate(PROMPTS, Sampling(seed=1)))
+    now[0] = 10.0
+    plugin.metrics()
+    assert plugin.budget is not None
+    # More than AHEAD steps' income is never kept.
+    assert plugin.budget.left_s == pytest.approx(min(steps, AHEAD) * 0.05 * 10.0)
 
 
 def test_heads_that_cannot_be_put_back_stay(parts, tmp_path: Path) -> None:
