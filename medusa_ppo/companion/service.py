@@ -319,6 +319,7 @@ class CompanionService:
             gain=cycle.gain,
             versions_followed=cycle.followed,
             versions_worse=cycle.fell_back,
+            fresh=bool(cycle.fresh),
             positions_frac=cycle.positions_frac,
             rate=trainer.rate,
             gpu_gib=(
