@@ -148,19 +148,30 @@ def samples_from_texts(
         max_tokens: stop at this many written tokens; later texts are not even read. 0: all.
 
     Raises:
-        DataError: no text has at least two tokens.
+        DataError: a row is not a text, or no text has at least two tokens.
     """
     # A generator: `take_samples` stops when it has enough, so that a stream is read no further.
     numbers: dict[str, int] = {}
     windows = (
         # A text that is there twice has one number, so that it is never on both sides.
         _windows(text, tokenizer, max_length, numbers.setdefault(text, len(numbers)))
-        for text in texts
+        for text in (_text(value, number) for number, value in enumerate(texts))
     )
     nothing = {"expected": "at least two tokens each", "do": "Check --column."}
     return take_samples(
         windows, max_tokens, "No text is long enough to train on.", "texts", **nothing
     )
+
+
+def _text(value: object, number: int) -> str:
+    if not isinstance(value, str):
+        raise DataError(
+            "A row is not a text.",
+            given=f"row {number}: {value!r:.120}",
+            expected="a text, like the rows before",
+            do="Correct the row, or name another --column.",
+        )
+    return value
 
 
 def _windows(
@@ -311,7 +322,11 @@ def _question(messages: Messages) -> str:
 
 
 def chat_prompt(messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int) -> str:
-    """The conversation as a prompt for the model. If it ends with an answer, that is left out."""
+    """The conversation as a prompt for the model. If it ends with an answer, that is left out. Of
+    an empty one nothing is left.
+    """
+    if messages:
+        _check_chat(messages, number)
     asked = messages[:-1] if messages and messages[-1]["role"] == ASSISTANT else messages
     return _render(asked, tokenizer, number, answer=True)
 
@@ -345,15 +360,7 @@ def _written_turns(
     Usually one text holds all turns. Some templates render a turn differently when more messages
     follow (they drop earlier reasoning); then the turn gets a separate text, as the model wrote it.
     """
-    if not is_chat(messages):
-        given = f"row {number}: {messages!r:.120}"
-        expected = "a list of messages with role and content"
-        raise DataError(
-            "A row is not a conversation.",
-            given=given,
-            expected=expected,
-            do="Name another --column.",
-        )
+    _check_chat(messages, number)
     whole = _render(messages, tokenizer, number)
     together: list[tuple[int, int]] = []
     alone = []
@@ -372,6 +379,18 @@ def _written_turns(
         else:
             alone.append((after, [turn]))
     return [(whole, together), *alone] if together else alone
+
+
+def _check_chat(messages: object, number: int) -> None:
+    if not is_chat(messages):
+        given = f"row {number}: {messages!r:.120}"
+        expected = "a list of messages with role and content"
+        raise DataError(
+            "A row is not a conversation.",
+            given=given,
+            expected=expected,
+            do="Name another --column.",
+        )
 
 
 def _common_prefix(left: str, right: str) -> int:

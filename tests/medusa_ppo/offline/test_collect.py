@@ -116,6 +116,14 @@ def test_long_texts_become_windows_that_lose_no_target(tokenizer: PreTrainedToke
         samples_from_texts(["1", "2"], tokenizer, 10, 0)
 
 
+def test_what_is_no_text_is_not_learned_as_python_shows_it(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    rows = ["what is 1 + 2?", [{"role": "user", "content": "1 + 2"}]]
+    with pytest.raises(DataError, match="row 1"):
+        samples_from_texts(rows, tokenizer, 1000, 0)  # type: ignore[arg-type]
+
+
 def test_a_text_that_is_there_twice_has_one_number(tokenizer: PreTrainedTokenizerBase) -> None:
     texts = ["what is 1 + 2?", "it is 3", "what is 1 + 2?"]
     samples = samples_from_texts(texts, tokenizer, 1000, 0)
