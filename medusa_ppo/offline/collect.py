@@ -27,6 +27,10 @@ from medusa_ppo.runtime.data import Row
 PROMPTS_PER_ROUND = 128
 # The last rounds are smaller, so that long responses do not pass the wanted tokens by far.
 LEAST_PROMPTS_PER_ROUND = 16
+MOST_OF_ONE = 0.1
+"""Share of the wanted tokens that come from one row as long as others have more, and of the
+held-out ones from one prompt: one long document would be all that heads learn or are judged on.
+"""
 ASSISTANT, SYSTEM = "assistant", "system"
 
 Prompt = TypeVar("Prompt")
@@ -194,30 +198,50 @@ def take_samples(
     expected: str,
     do: str,
 ) -> list[Sample]:
-    """Take the rows' samples in order, up to this many written tokens (0: all). Raises DataError if
-    there are none.
+    """Take the rows' samples in order, up to this many written tokens (0: all). Of rows that have
+    more than MOST_OF_ONE of these, the rest is taken only if all rows together are too few.
+
+    Raises:
+        DataError: there are none.
     """
     samples: list[Sample] = []
+    rest: list[Sample] = []
     tokens = seen = 0
     for found in rows:
         seen += 1
-        samples += found
-        tokens += sum(sample.written for sample in found)
-        if max_tokens and tokens >= max_tokens:
-            break
+        if not max_tokens:
+            samples += found
+            continue
+        taken = within(found, min(math.ceil(MOST_OF_ONE * max_tokens), max_tokens - tokens))
+        samples += taken
+        tokens += sum(sample.written for sample in taken)
+        if tokens >= max_tokens:
+            return samples
+        if len(taken) < len(found):
+            # More than this is never needed, and a stream may have no end.
+            rest = within([*rest, *found[len(taken) :]], max_tokens)
+    samples += within(rest, max_tokens - tokens)
     if not samples:
         raise DataError(problem, given=f"{seen} {what}", expected=expected, do=do)
     return samples
 
 
+def within(samples: Sequence[Sample], most_tokens: int) -> list[Sample]:
+    """The first samples, up to this many written tokens; the one that reaches them is the last."""
+    before = itertools.accumulate((sample.written for sample in samples), initial=0)
+    # Not strict: behind the last one there is another number.
+    return [s for s, tokens in zip(samples, before, strict=False) if tokens < most_tokens]
+
+
 def split_samples(
     samples: Sequence[Sample], fraction: float, most_tokens: int, seed: int
 ) -> tuple[list[Sample], list[Sample]]:
-    """Training samples and held-out ones; no prompt is in both.
+    """Training samples and held-out ones; no prompt is in both. Where many prompts are held out,
+    and one of them has more than MOST_OF_ONE of the tokens, the rest of it is in neither.
 
     Args:
         fraction: share of the prompts to hold out.
-        most_tokens: stop holding out prompts at this many written tokens.
+        most_tokens: stop holding out at this many written tokens.
 
     Raises:
         DataError: all samples answer one prompt.
@@ -231,22 +255,31 @@ def split_samples(
             expected="2 prompts",
             do="Give more.",
         )
-    written: dict[int, int] = dict.fromkeys(prompts, 0)
-    for sample in samples:
-        written[sample.prompt] += sample.written
+    indexes: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        indexes.setdefault(sample.prompt, []).append(index)
+    # At least one prompt is held out however small the fraction: without any, nothing can be
+    # judged.
+    most = max(1, math.floor(fraction * len(prompts)))
+    most_of_one = math.ceil(max(MOST_OF_ONE, 1 / most) * most_tokens)
     held: set[int] = set()
+    held_out: list[int] = []
     tokens = 0
     # A separate generator: a resumed training must hold out the same prompts.
-    for index in torch.randperm(
+    for number in torch.randperm(
         len(prompts), generator=torch.Generator().manual_seed(seed)
     ).tolist():
-        # At least one prompt is held out however small the fraction: without any, nothing can be
-        # judged.
-        if held and (len(held) >= math.floor(fraction * len(prompts)) or tokens >= most_tokens):
+        if len(held) >= most or tokens >= most_tokens:
             break
-        held.add(prompts[index])
-        tokens += written[prompts[index]]
-    return [s for s in samples if s.prompt not in held], [s for s in samples if s.prompt in held]
+        held.add(prompts[number])
+        answers = [samples[index] for index in indexes[prompts[number]]]
+        taken = within(answers, min(most_of_one, most_tokens - tokens))
+        held_out += indexes[prompts[number]][: len(taken)]
+        tokens += sum(sample.written for sample in taken)
+    return (
+        [sample for sample in samples if sample.prompt not in held],
+        [samples[index] for index in sorted(held_out)],
+    )
 
 
 # ---- chats

@@ -346,10 +346,7 @@ def test_an_empty_first_conversation_makes_no_texts_of_the_others(
 @pytest.mark.parametrize(
     "value",
     [
-        {
-            "role": ["user", "assistant"],
-            "content": ["1 + 1", "it is 2"],
-        },  # A Sequence of `datasets`.
+        {"role": ["user", "assistant"], "content": ["1 + 1", "2"]},  # A Sequence of `datasets`.
         [{"from": "human", "value": "1 + 1"}],
         [1, 2],
         7,
