@@ -301,7 +301,8 @@ def samples_from_chats(
     written.
 
     Args:
-        max_length: longer conversations are cut at their end.
+        max_length: longer conversations are cut at their end, or before and after their last answer
+            if none begins within this length.
         max_tokens: stop at this many written tokens; 0: all.
 
     Raises:
@@ -462,7 +463,9 @@ def _chat_sample(
     max_length: int,
     number: int,
 ) -> Sample | None:
-    """A text as a sample; the tokens within the turns count as written."""
+    """A text as a sample; the tokens within the turns count as written. If none of them begins
+    within `max_length` tokens, the sample is the text before the end of the last one.
+    """
     encoded = tokenizer(
         # The template has already written the special tokens into the text.
         text,
@@ -471,8 +474,8 @@ def _chat_sample(
         truncation=False,
         verbose=False,
     )
-    ids = tuple(encoded["input_ids"][:max_length])
-    starts = [start for start, _ in encoded["offset_mapping"][:max_length]]
+    ids = tuple(encoded["input_ids"])
+    starts = [start for start, _ in encoded["offset_mapping"]]
     spans = []
     for begin, end in turns:
         # A text's first token can't count: no state before it predicts it.
@@ -484,7 +487,12 @@ def _chat_sample(
         # What the template puts after the end token is never written by the model.
         ends = [i for i in inside if ids[i] == tokenizer.eos_token_id]
         spans.append((first, (ends[-1] if ends else last) + 1))
-    return Sample(ids, tuple(spans), number) if spans else None
+    if not spans:
+        return None
+    cut = 0 if spans[0][0] < max_length else max(0, spans[-1][1] - max_length)
+    within_cut = [(max(1, a - cut), min(max_length, b - cut)) for a, b in spans]
+    kept = tuple((first, end) for first, end in within_cut if first < end)
+    return Sample(ids[cut : cut + max_length], kept, number)
 
 
 # ---- rollouts of a run
