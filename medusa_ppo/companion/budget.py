@@ -16,7 +16,8 @@ doesn't report it as work. So the loop slows down by `share` at most, whatever i
                falls, or when a probe of one pass (rarer each time) brings a new version
 
 Untrained heads get the income of AHEAD steps once: heads that draft from the second step on are
-worth more than any later ones. Heads that were trained before get no such advance.
+worth more than any later ones. Heads that were trained before, by a run that is resumed too, get no
+such advance.
 
 On a CPU the budget is spent in turns: before each generation the loop waits while the companion
 trains on all cores, and what is left of the budget is the longest it waits.
@@ -120,7 +121,9 @@ class Budget:
         self.last = Decision()
 
     def begin(self, published: int, rejected: int) -> None:
-        """Record a warm-up's published versions and rejected candidates."""
+        """Record the published versions and rejected candidates of a warm-up, or of an earlier
+        run.
+        """
         self._published = published
         self._rejected = self._rejected_so_far = rejected
 

@@ -78,8 +78,9 @@ class CompanionClient:
     """Owns the companion's Ray actor and the folder of its published versions.
 
     Attributes:
-        shared: it trains on cores or a device that the loop uses too, so it yields while responses
-            are generated.
+        shared: it trains on cores or a device that the loop uses too.
+        yields: it then also gives way while responses are generated: several workers don't, because
+            they would wait for each other.
         takes_turns: the loop calls `take_turn` before each generation.
         table_bytes: bytes of the actor's tables sent to the companion since it started.
     """
@@ -152,8 +153,9 @@ class CompanionClient:
         self._group = _room(config)
         self._folder = OwnedFolder("medusa-ppo-heads-", shared_memory=True)
         self._pace = Pace(self._folder.path)
-        self.shared = self._shares()
-        self.takes_turns = takes_turns and self.shared and not config.num_gpus
+        self.shared = shares_with_loop(config)
+        self.yields = self.shared and config.workers == 1
+        self.takes_turns = takes_turns and self.yields and not config.num_gpus
         run, published, resumed = (
             str(Path(path).resolve()) if path else ""
             for path in (run_dir, self._folder.path, resume_from)
@@ -188,7 +190,7 @@ class CompanionClient:
         self._incarnations = {incarnation}
         if not hears_loop:
             # It is on another node, and takes nothing from this one.
-            self.shared = self.takes_turns = False
+            self.shared = self.yields = self.takes_turns = False
         self._flying: deque[tuple[ray.ObjectRef, int, Recent]] = deque()
         self._poll: ray.ObjectRef | None = None
         self._newest: PublishedHeads | None = None
@@ -287,8 +289,8 @@ class CompanionClient:
         )
 
     def give_way(self, wanted: bool) -> None:
-        """Ask the companion to pause or to continue, if it shares cores or a device with it."""
-        self._pace.hold(wanted and self.shared)
+        """Ask the companion to pause or to continue, if it gives way at all."""
+        self._pace.hold(wanted and self.yields)
 
     def wanted_rows(self) -> WantedRows | None:
         """The rows of the actor's tables that the next batch needs; None: the heads read neither
@@ -566,17 +568,6 @@ class CompanionClient:
             status, batches_dropped=dropped, restarts=restarts, positions_left_out=self._left_out
         )
 
-    def _shares(self) -> bool:
-        """Several workers don't share: they would wait for each other. On a machine with GPUs the
-        loop needs few of the cores.
-        """
-        config = self._config
-        if config.workers > 1 or config.resource or config.cores:
-            return False
-        if 0 < (config.num_gpus or 0) < 1:
-            return True
-        return not (find_hardware().gpus or ray.cluster_resources().get("GPU", 0.0))
-
     def _usable(self) -> bool:
         return not self._closed and ray.is_initialized()
 
@@ -726,6 +717,17 @@ class _HostedService(CompanionService):
         arguments, tables = ray.get(first[0])
         settle(arguments.companion, arguments.takes_turns)
         super().__init__(arguments, ray.get(tables))
+
+
+def shares_with_loop(config: CompanionConfig) -> bool:
+    """Whether a companion trains on cores or a device that its loop uses too. On a machine with
+    GPUs the loop needs few of the cores.
+    """
+    if config.resource or config.cores:
+        return False
+    if 0 < (config.num_gpus or 0) < 1:
+        return True
+    return not (find_hardware().gpus or ray.cluster_resources().get("GPU", 0.0))
 
 
 def _with_gpus(

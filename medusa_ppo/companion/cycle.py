@@ -427,12 +427,12 @@ class Cycle:
         self.trainer.reset_to(self.serving.trainable_state(), moments=False)
 
     def _obey(self, verdict: Verdict) -> None:
+        self.fresh = False  # First: others read the status meanwhile.
         self.rows |= {
             "serving": verdict.serving,
             "candidate": verdict.candidate,
             "frozen": verdict.frozen,
         }
-        self.fresh = verdict.publish
         if verdict.publish or verdict.worse:  # From now on a different pair is compared.
             self.evidence.clear(same_second=not verdict.publish)
         if verdict.publish:
@@ -443,6 +443,7 @@ class Cycle:
             self.after.clear()
             self.serving.load_trainable_state(self.candidate.trainable_state(copied=False))
             self.version += 1
+            self.fresh = True
             self.trainer.rate = min(1.0, self.trainer.rate / SLOWER)
             self._level = verdict.candidate.mean_acceptance_length - 1 if verdict.candidate else 0.0
             self.published_policy_version = self.last_policy_version

@@ -198,7 +198,8 @@ class CompanionDesk:
 
     def status(self) -> CompanionStatus:
         """The service's status, plus the batches dropped here."""
-        return self._service.status()
+        status = self._service.status()
+        return replace(status, batches_dropped=status.batches_dropped + self._dropped)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything complete is trained on; False if the time is up first."""

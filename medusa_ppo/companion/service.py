@@ -319,6 +319,7 @@ class CompanionService:
             gain=cycle.gain,
             versions_followed=cycle.followed,
             versions_worse=cycle.fell_back,
+            fresh=bool(cycle.fresh),
             positions_frac=cycle.positions_frac,
             rate=trainer.rate,
             gpu_gib=(
@@ -415,9 +416,14 @@ class CompanionService:
         if self._device.type == "cuda":
             return took_s
         cpu_s, wanted_s = self._waits_since or (time.process_time(), cores_wanted_s())
-        had_s = cpu_s - self._cpu_since_s
+        had_s = self._processes * (cpu_s - self._cpu_since_s)
         wanted_s -= self._wanted_since_s
         return had_s if math.isnan(wanted_s) else min(had_s, max(0.0, wanted_s))
+
+    @property
+    def _processes(self) -> int:
+        """How many processes train, each about as long as this one."""
+        return 1
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:

@@ -178,7 +178,11 @@ class Leader(CompanionService):
         return self._enqueue(batch)
 
     def status(self) -> CompanionStatus:
-        return dataclasses.replace(super().status(), workers=1 + len(self._members))
+        return dataclasses.replace(super().status(), workers=self._processes)
+
+    @property
+    def _processes(self) -> int:
+        return 1 + len(self._members)
 
     def workers(self) -> tuple[str, ...]:
         """Names of all processes that learn now, the leader's own first."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from medusa_ppo.contract.metrics import (
@@ -164,12 +165,37 @@ def companion_figures(status: CompanionStatus) -> dict[str, Any]:
     return values | {name: row.mean_acceptance_length for name, row in rows if row is not None}
 
 
-def seconds_saved(rollouts: Rollouts, status: CompanionStatus) -> float:
-    """Seconds of generation that the first published heads would have needed beyond those of the
-    serving ones, by their replay estimates on the same responses: more engine steps, each of which
-    takes as long. 0 without drafts, and before both are judged.
+def lengths_over_frozen(status: CompanionStatus) -> dict[int, float]:
+    """For the versions that were judged last, how many times the tokens of the first published
+    heads they give in each engine step, by replay of the same responses. Empty where nothing was
+    judged: what earlier judgements said of a version still holds then.
     """
-    if not rollouts.counters.drafts or status.serving is None or status.frozen is None:
+    if status.frozen is None:
+        return {}
+    rows = {status.versions_published: status.serving}
+    if status.fresh:
+        rows = {
+            status.versions_published - 1: status.serving,
+            status.versions_published: status.candidate,
+        }
+    found = {
+        version: row.mean_acceptance_length / status.frozen.mean_acceptance_length
+        for version, row in rows.items()
+        if row is not None
+    }
+    if status.fresh and status.versions_published == 1:
+        found[1] = 1.0  # These are the first: what they were judged against serves no longer.
+    return found
+
+
+def seconds_saved(rollouts: Rollouts, lengths: Mapping[int, float]) -> float:
+    """Seconds of generation that the first published heads would have needed beyond those of the
+    serving ones: more engine steps, each of which takes as long. 0 without drafts, and before both
+    are judged.
+
+    Args:
+        lengths: what `lengths_over_frozen` said so far.
+    """
+    if not rollouts.counters.drafts:
         return 0.0
-    ratio = status.serving.mean_acceptance_length / status.frozen.mean_acceptance_length
-    return rollouts.seconds * (ratio - 1.0)
+    return rollouts.seconds * (lengths.get(rollouts.heads_version, 1.0) - 1.0)

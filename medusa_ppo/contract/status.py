@@ -43,7 +43,8 @@ class CompanionStatus:
     factor on the configured step size for the next one. The gate has judged `judged` batches;
     `gain` is how much better the candidate then was than the serving heads. `versions_followed`
     were compared with their predecessor on later batches, and `versions_worse` were significantly
-    worse. `incarnation`: which process.
+    worse. `fresh`: `candidate` is the estimate of the last published version, and `serving` that of
+    the one before. `incarnation`: which process.
     """
 
     alive: bool = True
@@ -75,6 +76,7 @@ class CompanionStatus:
     workers: int = 1
     rate: float = 1.0
     worked_s: float = 0.0
+    fresh: bool = False
     incarnation: str = ""
 
 

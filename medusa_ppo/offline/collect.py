@@ -27,6 +27,10 @@ from medusa_ppo.runtime.data import Row
 PROMPTS_PER_ROUND = 128
 # The last rounds are smaller, so that long responses do not pass the wanted tokens by far.
 LEAST_PROMPTS_PER_ROUND = 16
+MOST_OF_ONE = 0.1
+"""Share of the wanted tokens that come from one row as long as others have more, and of the
+held-out ones from one prompt: one long document would be all that heads learn or are judged on.
+"""
 ASSISTANT, SYSTEM = "assistant", "system"
 
 Prompt = TypeVar("Prompt")
@@ -148,19 +152,30 @@ def samples_from_texts(
         max_tokens: stop at this many written tokens; later texts are not even read. 0: all.
 
     Raises:
-        DataError: no text has at least two tokens.
+        DataError: a row is not a text, or no text has at least two tokens.
     """
     # A generator: `take_samples` stops when it has enough, so that a stream is read no further.
     numbers: dict[str, int] = {}
     windows = (
         # A text that is there twice has one number, so that it is never on both sides.
         _windows(text, tokenizer, max_length, numbers.setdefault(text, len(numbers)))
-        for text in texts
+        for text in (_text(value, number) for number, value in enumerate(texts))
     )
     nothing = {"expected": "at least two tokens each", "do": "Check --column."}
     return take_samples(
         windows, max_tokens, "No text is long enough to train on.", "texts", **nothing
     )
+
+
+def _text(value: object, number: int) -> str:
+    if not isinstance(value, str):
+        raise DataError(
+            "A row is not a text.",
+            given=f"row {number}: {value!r:.120}",
+            expected="a text, like the rows before",
+            do="Correct the row, or name another --column.",
+        )
+    return value
 
 
 def _windows(
@@ -183,30 +198,50 @@ def take_samples(
     expected: str,
     do: str,
 ) -> list[Sample]:
-    """Take the rows' samples in order, up to this many written tokens (0: all). Raises DataError if
-    there are none.
+    """Take the rows' samples in order, up to this many written tokens (0: all). Of rows that have
+    more than MOST_OF_ONE of these, the rest is taken only if all rows together are too few.
+
+    Raises:
+        DataError: there are none.
     """
     samples: list[Sample] = []
+    rest: list[Sample] = []
     tokens = seen = 0
     for found in rows:
         seen += 1
-        samples += found
-        tokens += sum(sample.written for sample in found)
-        if max_tokens and tokens >= max_tokens:
-            break
+        if not max_tokens:
+            samples += found
+            continue
+        taken = within(found, min(math.ceil(MOST_OF_ONE * max_tokens), max_tokens - tokens))
+        samples += taken
+        tokens += sum(sample.written for sample in taken)
+        if tokens >= max_tokens:
+            return samples
+        if len(taken) < len(found):
+            # More than this is never needed, and a stream may have no end.
+            rest = within([*rest, *found[len(taken) :]], max_tokens)
+    samples += within(rest, max_tokens - tokens)
     if not samples:
         raise DataError(problem, given=f"{seen} {what}", expected=expected, do=do)
     return samples
 
 
+def within(samples: Sequence[Sample], most_tokens: int) -> list[Sample]:
+    """The first samples, up to this many written tokens; the one that reaches them is the last."""
+    before = itertools.accumulate((sample.written for sample in samples), initial=0)
+    # Not strict: behind the last one there is another number.
+    return [s for s, tokens in zip(samples, before, strict=False) if tokens < most_tokens]
+
+
 def split_samples(
     samples: Sequence[Sample], fraction: float, most_tokens: int, seed: int
 ) -> tuple[list[Sample], list[Sample]]:
-    """Training samples and held-out ones; no prompt is in both.
+    """Training samples and held-out ones; no prompt is in both. Where many prompts are held out,
+    and one of them has more than MOST_OF_ONE of the tokens, the rest of it is in neither.
 
     Args:
         fraction: share of the prompts to hold out.
-        most_tokens: stop holding out prompts at this many written tokens.
+        most_tokens: stop holding out at this many written tokens.
 
     Raises:
         DataError: all samples answer one prompt.
@@ -220,22 +255,31 @@ def split_samples(
             expected="2 prompts",
             do="Give more.",
         )
-    written: dict[int, int] = dict.fromkeys(prompts, 0)
-    for sample in samples:
-        written[sample.prompt] += sample.written
+    indexes: dict[int, list[int]] = {}
+    for index, sample in enumerate(samples):
+        indexes.setdefault(sample.prompt, []).append(index)
+    # At least one prompt is held out however small the fraction: without any, nothing can be
+    # judged.
+    most = max(1, math.floor(fraction * len(prompts)))
+    most_of_one = math.ceil(max(MOST_OF_ONE, 1 / most) * most_tokens)
     held: set[int] = set()
+    held_out: list[int] = []
     tokens = 0
     # A separate generator: a resumed training must hold out the same prompts.
-    for index in torch.randperm(
+    for number in torch.randperm(
         len(prompts), generator=torch.Generator().manual_seed(seed)
     ).tolist():
-        # At least one prompt is held out however small the fraction: without any, nothing can be
-        # judged.
-        if held and (len(held) >= math.floor(fraction * len(prompts)) or tokens >= most_tokens):
+        if len(held) >= most or tokens >= most_tokens:
             break
-        held.add(prompts[index])
-        tokens += written[prompts[index]]
-    return [s for s in samples if s.prompt not in held], [s for s in samples if s.prompt in held]
+        held.add(prompts[number])
+        answers = [samples[index] for index in indexes[prompts[number]]]
+        taken = within(answers, min(most_of_one, most_tokens - tokens))
+        held_out += indexes[prompts[number]][: len(taken)]
+        tokens += sum(sample.written for sample in taken)
+    return (
+        [sample for sample in samples if sample.prompt not in held],
+        [samples[index] for index in sorted(held_out)],
+    )
 
 
 # ---- chats
@@ -257,7 +301,8 @@ def samples_from_chats(
     written.
 
     Args:
-        max_length: longer conversations are cut at their end.
+        max_length: longer conversations are cut at their end, or before and after their last answer
+            if none begins within this length.
         max_tokens: stop at this many written tokens; 0: all.
 
     Raises:
@@ -311,7 +356,11 @@ def _question(messages: Messages) -> str:
 
 
 def chat_prompt(messages: Messages, tokenizer: PreTrainedTokenizerBase, number: int) -> str:
-    """The conversation as a prompt for the model. If it ends with an answer, that is left out."""
+    """The conversation as a prompt for the model. If it ends with an answer, that is left out. Of
+    an empty one nothing is left.
+    """
+    if messages:
+        _check_chat(messages, number)
     asked = messages[:-1] if messages and messages[-1]["role"] == ASSISTANT else messages
     return _render(asked, tokenizer, number, answer=True)
 
@@ -345,15 +394,7 @@ def _written_turns(
     Usually one text holds all turns. Some templates render a turn differently when more messages
     follow (they drop earlier reasoning); then the turn gets a separate text, as the model wrote it.
     """
-    if not is_chat(messages):
-        given = f"row {number}: {messages!r:.120}"
-        expected = "a list of messages with role and content"
-        raise DataError(
-            "A row is not a conversation.",
-            given=given,
-            expected=expected,
-            do="Name another --column.",
-        )
+    _check_chat(messages, number)
     whole = _render(messages, tokenizer, number)
     together: list[tuple[int, int]] = []
     alone = []
@@ -372,6 +413,18 @@ def _written_turns(
         else:
             alone.append((after, [turn]))
     return [(whole, together), *alone] if together else alone
+
+
+def _check_chat(messages: object, number: int) -> None:
+    if not is_chat(messages):
+        given = f"row {number}: {messages!r:.120}"
+        expected = "a list of messages with role and content"
+        raise DataError(
+            "A row is not a conversation.",
+            given=given,
+            expected=expected,
+            do="Name another --column.",
+        )
 
 
 def _common_prefix(left: str, right: str) -> int:
@@ -410,7 +463,9 @@ def _chat_sample(
     max_length: int,
     number: int,
 ) -> Sample | None:
-    """A text as a sample; the tokens within the turns count as written."""
+    """A text as a sample; the tokens within the turns count as written. If none of them begins
+    within `max_length` tokens, the sample is the text before the end of the last one.
+    """
     encoded = tokenizer(
         # The template has already written the special tokens into the text.
         text,
@@ -419,8 +474,8 @@ def _chat_sample(
         truncation=False,
         verbose=False,
     )
-    ids = tuple(encoded["input_ids"][:max_length])
-    starts = [start for start, _ in encoded["offset_mapping"][:max_length]]
+    ids = tuple(encoded["input_ids"])
+    starts = [start for start, _ in encoded["offset_mapping"]]
     spans = []
     for begin, end in turns:
         # A text's first token can't count: no state before it predicts it.
@@ -432,7 +487,12 @@ def _chat_sample(
         # What the template puts after the end token is never written by the model.
         ends = [i for i in inside if ids[i] == tokenizer.eos_token_id]
         spans.append((first, (ends[-1] if ends else last) + 1))
-    return Sample(ids, tuple(spans), number) if spans else None
+    if not spans:
+        return None
+    cut = 0 if spans[0][0] < max_length else max(0, spans[-1][1] - max_length)
+    within_cut = [(max(1, a - cut), min(max_length, b - cut)) for a, b in spans]
+    kept = tuple((first, end) for first, end in within_cut if first < end)
+    return Sample(ids[cut : cut + max_length], kept, number)
 
 
 # ---- rollouts of a run

@@ -166,18 +166,18 @@ def read_scene(
         if streamed_rows
         else _load(data, limit, bool(template or column))
     )
-    first = next(iter(rows), None)
-    if first is None:
+    looked_at = _until_filled(rows, template, column)
+    if not looked_at:
         raise DataError(
             "The data holds no rows.",
             given=data,
             expected="at least one row",
             do="Check the file and the split.",
         )
-    # Looking at the first row took it from the stream, so it is put back.
+    # Looking at these rows took them from the stream, so they are put back.
     if streamed_rows:
-        rows = chain([first], rows)
-    source = find_source(first, template, column, respond)
+        rows = chain(looked_at, rows)
+    source = find_source(looked_at[-1], template, column, respond)
     tokenizer = load_tokenizer(model)
     # A model of several parts has its sizes in that of the text.
     sizes = AutoConfig.from_pretrained(model).get_text_config()
@@ -211,19 +211,37 @@ def read_scene(
     )
 
 
+def _until_filled(rows: Iterable[Row], template: str, column: str) -> list[Row]:
+    """The first rows, up to one that is not empty where the text comes from: an empty list may be
+    a conversation or anything else.
+    """
+    looked_at = []
+    for row in rows:
+        looked_at.append(row)
+        found = _column_in(row, column)
+        if template or row.get(found) or found not in row:
+            break
+    return looked_at
+
+
+def _column_in(row: Row, column: str) -> str:
+    """The column of full texts or messages; empty if none is named, and none has a known name."""
+    return column or next((name for name in (MESSAGES, PROMPT) if name in row), "")
+
+
 def find_source(row: Row, template: str, column: str, respond: bool = False) -> Source:
-    """What the rows contain; the first one decides.
+    """What the rows contain, by one that is not empty there.
 
     Raises:
         DataError: both a template and a column are given; neither is given and no column has a
-            known name; or the column is unknown.
+            known name; or the column is unknown, or holds neither texts nor messages.
     """
     check_one_way(template, column)
     if template:
         return Source("prompts")
     if not column and PROMPT_IDS in row and RESPONSE_IDS in row:
         return Source("prompts", PROMPT_IDS) if respond else Source("rollouts")
-    found = column or next((name for name in (MESSAGES, PROMPT) if name in row), "")
+    found = _column_in(row, column)
     if not found:
         raise DataError(
             "Say where the text comes from.",
@@ -235,7 +253,15 @@ def find_source(row: Row, template: str, column: str, respond: bool = False) -> 
     # The model answers a column named `prompt`, but a column given with --column is read as text.
     if not column and found == PROMPT:
         return Source("prompts", found)
-    return Source("prompts" if respond else "chat" if is_chat(row[found]) else "texts", found)
+    value = row[found]
+    if value and not (isinstance(value, str) or is_chat(value)):
+        raise DataError(
+            "The column holds neither texts nor messages.",
+            given=f"column {found}: {value!r:.120}",
+            expected="a text, or a list of messages with role and content",
+            do="Name another --column, or convert the data: one list of messages in each row.",
+        )
+    return Source("prompts" if respond else "chat" if is_chat(value) else "texts", found)
 
 
 def check_one_way(template: str, column: str) -> None:
@@ -269,7 +295,7 @@ def _tokenized(
 ) -> list[tuple[int, ...]]:
     if column == PROMPT_IDS:
         return [tuple(row[column]) for row in rows]
-    if column and is_chat(rows[0].get(column)):
+    if column and any(is_chat(row.get(column)) for row in rows):
         check_template(tokenizer)
         # The template has already written the special tokens into the text.
         texts = [chat_prompt(row[column], tokenizer, number) for number, row in enumerate(rows)]

@@ -170,9 +170,7 @@ def gather_samples(
             scene.rows, vocab_size, scene.context, options.temperature, most
         )
     else:
-        samples = samples_from_texts(
-            (str(text) for text in scene.texts), scene.tokenizer, context, most
-        )
+        samples = samples_from_texts(scene.texts, scene.tokenizer, context, most)
     resume.save_samples(samples)
     return samples
 

@@ -50,6 +50,7 @@ from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.figures import (
     REPLAYED,
     companion_figures,
+    lengths_over_frozen,
     seconds_saved,
     serving_figures,
 )
@@ -158,6 +159,7 @@ class MedusaPlugin:
         self._hands_over = True
         self._warm_up: dict[str, float] = {}
         self._train_s_before = self._worked_s_before = 0.0
+        self._lengths: dict[int, float] = {}  # Of versions, by `lengths_over_frozen`.
         self.empty_responses = 0
 
     @staticmethod
@@ -246,8 +248,12 @@ class MedusaPlugin:
         )
         plugin._tables = tables_VD
         if companion is not None and resume_from:
-            # What an earlier run trained is not the first step's.
-            plugin._train_s_before = companion.status().train_s
+            # What an earlier run trained is not the first step's, and heads that it has published
+            # get no advance.
+            status = companion.status()
+            plugin._train_s_before = status.train_s
+            if plugin.budget is not None:
+                plugin.budget.begin(status.versions_published, status.candidates_rejected)
         return plugin
 
     # ---- before the first step
@@ -631,7 +637,9 @@ class MedusaPlugin:
         self._worked_s_before = status.worked_s
         beside_s = worked_s if self._companion is not None and self._companion.shared else 0.0
         step.beside_s += beside_s
-        step.saved_s += seconds_saved(rollouts, status)
+        # Not every batch is judged, and what a verdict publishes drafts after it.
+        self._lengths |= lengths_over_frozen(status)
+        step.saved_s += seconds_saved(rollouts, self._lengths)
         # A batch that waited too long for an answer may still be there.
         self._unfinished = self._unfinished or status.queue_bytes > 0
         budget.step(

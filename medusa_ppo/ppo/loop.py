@@ -143,8 +143,10 @@ class PPOLoop:
             self.progress.step_finished(values)
             if config.ppo.checkpoint_every and (step + 1) % config.ppo.checkpoint_every == 0:
                 with self.progress.phase(phases.SAVE, step), self._reading_roles():
-                    save_companion(config, self.plugin, step + 1)  # medusa
-                    try_save(config.run_dir, self.learner, self.position, config, self.remembered())
+                    with save_companion(config, self.plugin, step + 1):  # medusa
+                        try_save(
+                            config.run_dir, self.learner, self.position, config, self.remembered()
+                        )
 
     def step(self, step: int) -> Metrics:
         """One PPO step, in the configured mode. Returns its metrics; afterwards the engine has the

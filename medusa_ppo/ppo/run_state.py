@@ -46,7 +46,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from heads.checkpoint import load_state, remove_directory, save_state, write_json
-from heads.errors import CheckpointError, ConfigError, MedusaError
+from heads.errors import CheckpointError, CompanionError, ConfigError, MedusaError
 from medusa_ppo import __version__
 from medusa_ppo.companion.service import STATE_FILE as COMPANION_FILE
 from medusa_ppo.config.config_file import merged
@@ -120,16 +120,32 @@ class RunPosition:
     carried: tuple[Carried, ...] = ()
 
 
-def save_companion(config: RunConfig, plugin: AnyPlugin, step: int) -> None:
+@contextlib.contextmanager
+def save_companion(config: RunConfig, plugin: AnyPlugin, step: int) -> Iterator[None]:
     """If the loop waits for the companion, write its state to where `save_checkpoint` takes it
-    from. The checkpoint of this step is written even if that fails: the actor is worth more than
-    its heads, and a companion that is down would keep all later checkpoints from being written.
+    from, before the block that calls that. The checkpoint of this step is written even if that
+    fails: the actor is worth more than its heads, and a companion that is down would keep all later
+    checkpoints from being written.
+
+    Raises:
+        CompanionError: after the block, with `companion.on_error=raise`.
     """
-    folder = config.run_dir / COMPANION_FOLDER
-    if not config.companion.wait or plugin.save(folder):
+    if not config.companion.wait:
+        yield
         return
-    if isinstance(plugin, NoPlugin) or not config.companion.enabled:
-        return
+    error = None
+    try:
+        saved = plugin.save(config.run_dir / COMPANION_FOLDER)
+    except CompanionError as raised:
+        saved, error = False, raised
+    if not (saved or isinstance(plugin, NoPlugin)) and config.companion.enabled:
+        _tell_unsaved(config.run_dir / COMPANION_FOLDER, step)
+    yield
+    if error is not None:
+        raise error
+
+
+def _tell_unsaved(folder: Path, step: int) -> None:
     found, then = "none", "begins with new heads"
     with contextlib.suppress(FileNotFoundError):
         written = time.localtime((folder / COMPANION_FILE).stat().st_mtime)

@@ -387,10 +387,10 @@ class RunSession:
         config = self._config
         if not config.ppo.checkpoint_every:
             return
-        run_state.save_companion(config, parts.plugin, position.next_step)
-        run_state.save_checkpoint(
-            config.run_dir, parts.learner, position, config, parts.remembered()
-        )
+        with run_state.save_companion(config, parts.plugin, position.next_step):
+            run_state.save_checkpoint(
+                config.run_dir, parts.learner, position, config, parts.remembered()
+            )
 
     def compare(self, parts: Parts, measure: Callable[[Parts], dict[str, Any]]) -> None:
         """Give `measure` the same parts without the plugin, and a new engine: no speculation,

@@ -113,6 +113,8 @@ class RecordingCompanion:
         self.left_out = 0
         self.most = 1 << 20
         self.train_s = 0.0
+        # What else it reports.
+        self.reported: dict[str, Any] = {}
         self.shared = True
         self.takes_turns = False
         self.turns: list[float] = []
@@ -165,6 +167,7 @@ class RecordingCompanion:
             train_s=self.train_s,
             trained_tokens=11,
             last_loss=float("nan"),
+            **self.reported,
         )
 
     def drain(self, timeout_s: float) -> bool:

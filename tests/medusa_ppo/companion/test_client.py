@@ -11,6 +11,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -21,6 +22,7 @@ from ray.exceptions import GetTimeoutError
 from heads.checkpoint import checksum, load_state
 from heads.errors import CompanionError, SavedStateError
 from heads.heads_config import HeadsConfig
+from medusa_ppo.companion import client as client_module
 from medusa_ppo.companion import service as service_module
 from medusa_ppo.companion.client import (
     FETCH_WAIT_S,
@@ -28,6 +30,7 @@ from medusa_ppo.companion.client import (
     START_TIMEOUT_S,
     STATE_BYTES_PER_S,
     CompanionClient,
+    shares_with_loop,
 )
 from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.positions import ROW_BYTES
@@ -191,6 +194,7 @@ def test_two_workers_learn_what_one_learns(
         alone.run(batch)
     assert client.drain(60) and client.save(tmp_path)
     status = client.status()
+    assert (client.shared or torch.cuda.is_available()) and not client.yields
     assert (
         status.workers == 2
         and status.versions_published == alone.version > 0
@@ -200,6 +204,27 @@ def test_two_workers_learn_what_one_learns(
     other = alone.state_dict()
     assert set(state) - {"service", "crc"} == set(other)
     assert_near(state, other, device)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "shared"),
+    [
+        (0, {}, True),
+        (0, {"workers": 2}, True),
+        (0, {"workers": 2, "cores": [0, 1]}, False),
+        (0, {"workers": 2, "resource": "training"}, False),
+        (1, {"workers": 2, "num_gpus": 0.0}, False),
+        (1, {"workers": 2, "num_gpus": 0.5}, True),
+    ],
+)
+def test_several_workers_take_from_the_loop_what_one_would(
+    monkeypatch: pytest.MonkeyPatch, gpus: int, settings: dict[str, Any], shared: bool
+) -> None:
+    """They only don't give way: the budget did not see what they took."""
+    machine = SimpleNamespace(gpus=["a GPU"] * gpus)
+    monkeypatch.setattr(client_module, "find_hardware", lambda: machine)
+    monkeypatch.setattr(client_module.ray, "cluster_resources", lambda: {"GPU": float(gpus)})
+    assert shares_with_loop(CompanionConfig(**settings)) == shared
 
 
 def test_killed_companion_never_raises_and_shows_in_the_status(

@@ -139,6 +139,7 @@ def test_rows_without_their_tables_are_not_learned_from(
 ) -> None:
     put(desk, part_of(task), None, header(1))
     assert received(desk) == 0 and "tables" in desk.wish().problem
+    assert desk.status().batches_dropped == 1
     put(desk, part_of(task), (task.lm_head_VD, None), header(1))
     put(desk, part_of(task), None, header(2).model_copy(update={"tables_version": 1}))
     assert received(desk) == 2 and desk.wish().tables_version == 1

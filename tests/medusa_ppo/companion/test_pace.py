@@ -74,7 +74,7 @@ def test_a_turn_ends_in_its_time_and_goes_on_in_the_next(
 def test_training_stands_still_at_once_and_goes_on(ray_session: None, chain, client_of) -> None:
     task = chain()
     client = client_of(task, epochs=40)
-    client.shared = True
+    client.yields = True
     client.submit(task.batch(200, 16))
     assert until(lambda: client.status().train_s > 0)
     client.give_way(True)

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from medusa_ppo.contract import metrics as names
-from medusa_ppo.contract.figures import companion_figures, seconds_saved
+from medusa_ppo.contract.figures import companion_figures, lengths_over_frozen, seconds_saved
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import CompanionStatus, ReplayRow
 from medusa_ppo.reports.store import clean
@@ -42,18 +42,30 @@ def test_every_figure_is_explained() -> None:
 
 
 def test_what_training_saved_is_what_its_first_heads_would_have_taken_longer() -> None:
-    def written(drafts: int) -> Rollouts:
-        response = Response(0, (1,) * 12, (0.0,) * 12, "length")
-        counters = Counters(drafts=drafts, accepted=2 * drafts)
-        return Rollouts(((1,),), (response,), counters, 6.0, Sampling(1.0, 12))
-
-    def row(length: float) -> ReplayRow:
-        return ReplayRow(length, ())
-
-    judged = CompanionStatus(serving=row(4.4), frozen=row(4.0))
     # With the first heads 3.3 steps in the place of 3, each of 2 s.
-    assert seconds_saved(written(4), judged) == pytest.approx(0.6)
-    worse = CompanionStatus(serving=row(3.6), frozen=row(4.0))
-    assert seconds_saved(written(4), worse) == pytest.approx(-0.6)
-    assert seconds_saved(written(0), judged) == 0, "nothing was drafted"
-    assert seconds_saved(written(4), CompanionStatus(serving=row(4.4))) == 0
+    assert seconds_saved(written(4), {3: 1.1}) == pytest.approx(0.6)
+    assert seconds_saved(written(4), {3: 0.9}) == pytest.approx(-0.6)
+    assert seconds_saved(written(0), {3: 1.1}) == 0, "nothing was drafted"
+    assert seconds_saved(written(4), {2: 1.1}) == 0, "these were never judged"
+
+
+def test_what_a_verdict_published_is_as_good_as_it_was_judged() -> None:
+    judged = {"serving": row(4.4), "candidate": row(5.0), "frozen": row(4.0)}
+    refused = CompanionStatus(versions_published=3, **judged)
+    assert lengths_over_frozen(refused) == {3: pytest.approx(1.1)}
+    published = CompanionStatus(versions_published=3, fresh=True, **judged)
+    assert lengths_over_frozen(published) == {2: pytest.approx(1.1), 3: pytest.approx(1.25)}
+    first = CompanionStatus(versions_published=1, fresh=True, **judged)
+    assert lengths_over_frozen(first)[1] == 1.0, "it is the one that others are compared with"
+    assert lengths_over_frozen(CompanionStatus(versions_published=3, serving=row(4.4))) == {}
+    assert lengths_over_frozen(CompanionStatus(versions_published=3, fresh=True)) == {}
+
+
+def written(drafts: int) -> Rollouts:
+    response = Response(0, (1,) * 12, (0.0,) * 12, "length")
+    counters = Counters(drafts=drafts, accepted=2 * drafts)
+    return Rollouts(((1,),), (response,), counters, 6.0, Sampling(1.0, 12), heads_version=3)
+
+
+def row(length: float) -> ReplayRow:
+    return ReplayRow(length, ())

@@ -109,11 +109,45 @@ def test_long_texts_become_windows_that_lose_no_target(tokenizer: PreTrainedToke
     ids = tuple(tokenizer(text).input_ids)
     (whole,) = samples_from_texts([text], tokenizer, 1000, 0)
     assert whole.ids == ids and whole.spans == ((1, len(ids)),)
-    windows = samples_from_texts([text, text], tokenizer, 5, len(ids) - 1)
-    assert [t for w in windows for t in w.ids[1:]] == list(ids[1:]), "the second text is not needed"
+    windows = samples_from_texts([text], tokenizer, 5, len(ids) - 1)
+    assert [t for w in windows for t in w.ids[1:]] == list(ids[1:])
     assert max(len(w.ids) for w in windows) == 5 and {w.prompt for w in windows} == {0}
     with pytest.raises(DataError, match="2 texts"):
         samples_from_texts(["1", "2"], tokenizer, 10, 0)
+
+
+def test_what_is_no_text_is_not_learned_as_python_shows_it(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    rows = ["what is 1 + 2?", [{"role": "user", "content": "1 + 2"}]]
+    with pytest.raises(DataError, match="row 1"):
+        samples_from_texts(rows, tokenizer, 1000, 0)  # type: ignore[arg-type]
+
+
+def test_one_long_text_is_not_all_that_heads_learn(tokenizer: PreTrainedTokenizerBase) -> None:
+    """As long as there are others; and nobody reads on once there is enough."""
+    long = "what is 12 + 34 + 56? " * 500
+    texts = [long, *(f"what is {n} + {n} + {n + 1}?" for n in range(200))]
+    most = 1_000
+    samples = samples_from_texts(texts, tokenizer, 51, most)
+    assert most <= sum(sample.written for sample in samples) < most + 50
+    assert 100 <= sum(sample.written for sample in samples if sample.prompt == 0) < 150
+    few = samples_from_texts([long, "what is 1 + 2?"], tokenizer, 51, most)
+    assert most <= sum(sample.written for sample in few) < most + 50
+    assert {sample.prompt for sample in few} == {0, 1}, "both are needed"
+
+
+def test_a_long_text_is_not_all_that_heads_are_judged_on() -> None:
+    """Windows of it that are not judged on are not trained on, either."""
+    long = [Sample((0,) * 101, ((1, 101),), 0)] * 500
+    short = [Sample((0,) * 11, ((1, 11),), n) for n in range(1, 100)]
+    for seed in range(20):
+        training, held = split_samples([*long, *short], 0.5, 1_000, seed)
+        assert sum(sample.written for sample in held if sample.prompt == 0) in (0, 100)
+        assert 400 < sum(sample.written for sample in held) < 1_100 and len(held) > 10
+        assert {s.prompt for s in held}.isdisjoint(s.prompt for s in training)
+        (one,) = split_samples([*long, *short], 0.01, 1_000, seed)[1:]
+        assert sum(sample.written for sample in one) in (10, 1_000), "the only one"
 
 
 def test_a_text_that_is_there_twice_has_one_number(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -126,9 +160,9 @@ def test_a_hold_out_takes_whole_prompts_and_not_too_many_tokens() -> None:
     samples = [Sample((0,) * 11, ((1, 11),), n // 3) for n in range(60)]
     training, held = split_samples(samples, 0.1, 10_000, seed=0)
     assert len(held) == 6 and {s.prompt for s in held}.isdisjoint(s.prompt for s in training)
-    assert len(split_samples(samples, 0.5, 65, seed=0)[1]) == 9, (
-        "the prompt that reaches the bound is the last"
-    )
+    held_out = split_samples(samples, 0.5, 65, seed=0)[1]
+    assert len(held_out) == 7, "the sample that reaches the bound is the last"
+    assert len({sample.prompt for sample in held_out}) == 7
     assert (
         split_samples(samples, 0.1, 10_000, seed=0)[1]
         == held

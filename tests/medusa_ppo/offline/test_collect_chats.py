@@ -109,12 +109,30 @@ def test_long_chats_are_cut_and_enough_is_enough(chat_tokenizer: PreTrainedToken
     first_end = whole.spans[0][1]
     (cut,) = samples_from_chats([CHAT], chat_tokenizer, first_end, 0)
     assert cut.ids == whole.ids[:first_end] and cut.spans == whole.spans[:1]
+    (cut,) = samples_from_chats([CHAT], chat_tokenizer, first_end - 1, 0)
+    assert cut.spans == ((whole.spans[0][0], first_end - 1),), "the end of an answer is cut"
 
     def endless():
         yield CHAT
         raise AssertionError("the second conversation is not asked for")
 
     assert samples_from_chats(endless(), chat_tokenizer, 200, 1) == [whole]
+
+
+def test_of_a_chat_whose_answers_come_late_the_last_one_is_kept(
+    chat_tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    """Such chats, as with long documents in the question, were left out without a word."""
+    (whole,) = samples_from_chats([CHAT], chat_tokenizer, 200, 0)
+    first, end = whole.spans[-1]
+    before_first_answer = whole.spans[0][0]
+    for length in (before_first_answer, before_first_answer - 3):
+        (cut,) = samples_from_chats([CHAT], chat_tokenizer, length, 0)
+        assert cut.ids == whole.ids[end - length : end]
+        assert cut.spans == ((first - (end - length), length),)
+        assert written(cut, chat_tokenizer) == written(whole, chat_tokenizer)[-1:]
+    (cut,) = samples_from_chats([CHAT], chat_tokenizer, 3, 0)
+    assert cut.spans == ((1, 3),) and cut.ids == whole.ids[end - 3 : end], "no answer fits"
 
 
 def test_a_prompt_ends_where_the_last_answer_begins(

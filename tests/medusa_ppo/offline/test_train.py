@@ -327,6 +327,37 @@ def test_where_the_text_comes_from() -> None:
             find_source({"x": "b"}, template, column)
 
 
+@pytest.mark.parametrize("streamed_rows", [0, 2])
+@pytest.mark.parametrize("empty", [[], None])
+def test_an_empty_first_conversation_makes_no_texts_of_the_others(
+    chat_model: Path, tmp_path: Path, empty: list[Any] | None, streamed_rows: int
+) -> None:
+    """The lists of messages were written out as Python shows them, and learned so."""
+    chat = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "it is 2"}]
+    data = tmp_path / "rows.jsonl"
+    rows = [{"messages": value} for value in (empty, chat, empty, chat)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    setting = read_scene(str(chat_model), str(data), "", 16, streamed_rows=streamed_rows)
+    assert setting.source.kind == "chat" and list(setting.texts) == [chat, chat]
+    asked = read_scene(str(chat_model), str(data), "", 16, respond=True, streamed_rows=4)
+    assert asked.kept == [1, 3] and asked.tokenizer.decode(asked.prompts[0]) == "u: 1 + 1 a: "
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"role": ["user", "assistant"], "content": ["1 + 1", "2"]},  # A Sequence of `datasets`.
+        [{"from": "human", "value": "1 + 1"}],
+        [1, 2],
+        7,
+    ],
+)
+def test_only_texts_and_messages_are_learned(value: Any) -> None:
+    for respond in (False, True):
+        with pytest.raises(DataError, match="column messages"):
+            find_source({"messages": value}, "", "", respond)
+
+
 def test_messages_and_prompt_columns_become_prompts(chat_model: Path, tmp_path: Path) -> None:
     chat = [
         {"role": "user", "content": "what is 1 + 2?"},

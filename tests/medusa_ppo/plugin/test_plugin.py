@@ -24,7 +24,7 @@ from heads.errors import CheckpointError, DataError, EngineError, SwapError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import HiddenTap, lm_head_weight
-from medusa_ppo.companion.budget import Decision
+from medusa_ppo.companion.budget import AHEAD, Decision
 from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.wire import table_rows
@@ -32,7 +32,7 @@ from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
-from medusa_ppo.contract.status import PublishedHeads, SwapReceipt
+from medusa_ppo.contract.status import PublishedHeads, ReplayRow, SwapReceipt
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.loops.check_loop import Watch
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, initial_heads
@@ -588,6 +588,29 @@ def test_an_earlier_runs_training_is_not_the_first_steps(
     assert plugin.metrics()[names.COMPANION_TRAIN_S] == 3.0
 
 
+@pytest.mark.parametrize(("published", "steps"), [(7, 1), (0, 1 + AHEAD)])
+def test_only_untrained_heads_are_advanced_seconds_however_often_a_run_is_resumed(
+    parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: int, steps: int
+) -> None:
+    """Each time they would be paid to heads that were trained long ago."""
+    actor, engine, companion, _ = parts
+    monkeypatch.setattr(
+        "medusa_ppo.plugin.medusa_plugin.CompanionClient", lambda *given, **more: companion
+    )
+    companion.reported = {"versions_published": published, "candidates_rejected": 30}
+    config = config_of(share=0.05)
+    plugin = MedusaPlugin.start(config, actor, engine, tmp_path, resume_from="a folder")
+    now = [0.0]
+    plugin._clock = lambda: now[0]
+    plugin.before_generation()
+    plugin.rollout_ready(engine.generate(PROMPTS, Sampling(seed=1)))
+    now[0] = 10.0
+    plugin.metrics()
+    assert plugin.budget is not None
+    # More than AHEAD steps' income is never kept.
+    assert plugin.budget.left_s == pytest.approx(min(steps, AHEAD) * 0.05 * 10.0)
+
+
 def test_heads_that_cannot_be_put_back_stay(parts, tmp_path: Path) -> None:
     _, engine, companion, plugin = parts
     plugin.rollout_ready(accepted(engine, 0.4))
@@ -912,6 +935,38 @@ def test_a_companion_that_does_not_pay_is_handed_nothing(parts) -> None:
     assert all(
         names.COMPANION_SAVED_S in value and value[names.COMPANION_LOST_S] > 0 for value in values
     )
+
+
+def test_a_step_whose_batch_nobody_judged_saves_as_much_as_its_heads_did_before(
+    parts, tmp_path: Path
+) -> None:
+    """Of few prompts not every batch is judged, and what is published is not judged again before it
+    drafts.
+    """
+    _, engine, companion, _ = parts
+    heads = MedusaHeads(HeadsConfig(32, 64, num_heads=3))
+    plugin = MedusaPlugin(engine, companion, heads=heads, passes=2.0)
+
+    def saved_frac(version: int, **reported: Any) -> float:
+        companion.reported = {"versions_published": version, **reported}
+        plugin.before_generation()
+        rollouts = dataclasses.replace(accepted(engine, 0.4), seconds=10.0)
+        plugin.rollout_ready(rollouts)
+        return plugin.metrics()[names.COMPANION_SAVED_S] / 10.0
+
+    def row(length: float) -> ReplayRow:
+        return ReplayRow(length, ())
+
+    companion.offer = offer_of(engine.heads, tmp_path, 2)
+    judged = {"serving": row(2.2), "candidate": row(2.1), "frozen": row(2.0)}
+    assert saved_frac(2, **judged) == pytest.approx(0.1)
+    assert saved_frac(2) == pytest.approx(0.1), "the same heads"
+    published = {"serving": row(2.2), "candidate": row(2.5), "frozen": row(2.0), "fresh": True}
+    assert saved_frac(3, **published) == pytest.approx(0.1), "they drafted before it"
+    companion.offer = offer_of(engine.heads, tmp_path, 3, seed=9)
+    assert saved_frac(3, fresh=True) == pytest.approx(0.25)
+    companion.offer = offer_of(engine.heads, tmp_path, 5, seed=10)
+    assert saved_frac(5) == 0.0, "nobody knows what these are worth"
 
 
 def test_a_server_that_drafted_for_somebody_else_gets_the_heads_of_the_start(parts) -> None:

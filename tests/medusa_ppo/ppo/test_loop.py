@@ -16,6 +16,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from heads.errors import CompanionError
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
@@ -330,13 +331,38 @@ def test_a_checkpoint_without_the_companions_newest_state_says_so(
         state.parent.mkdir()
         state.write_bytes(b"")
         os.utime(state, (0, time.mktime((2026, 1, 2, 3, 4, 5, 0, 0, -1))))
-    save_companion(config, scene.plugin, 7)
+    with save_companion(config, scene.plugin, 7):
+        pass
     (told,) = [record.getMessage() for record in caplog.records]
     assert "step 7" in told
     assert ("of 2026-01-02 03:04:05" if earlier else "holds none") in told
     scene.run()
     assert "could not be saved for the checkpoint of step 1" in caplog.text
     assert (config.run_dir / "checkpoint" / "state.json").is_file()
+
+
+def test_a_companion_that_ends_the_run_does_not_take_the_checkpoint_with_it(
+    tmp_path: Path, tiny_actor, sampling_engine, caplog: pytest.LogCaptureFixture
+):
+    """With `on_error=raise`, what the last checkpoint had missed was lost with the run."""
+
+    class BrokenCompanion(RecordingCompanion):
+        def save(self, folder: Path) -> bool:
+            raise CompanionError("The companion failed.")
+
+    config = settings(tmp_path, steps=2, checkpoint_every=1)
+    waiting = config.companion.model_copy(update={"wait": True, "on_error": "raise"})
+    config = config.model_copy(update={"companion": waiting})
+    scene = LoopScene(
+        config,
+        tiny_actor(),
+        sampling_engine,
+        lambda engine: MedusaPlugin(engine, BrokenCompanion(), on_error="raise"),
+    )
+    with pytest.raises(CompanionError):
+        scene.run()
+    position = read_position(config.run_dir, config)
+    assert position.next_step == 1 and "checkpoint of step 1" in caplog.text
 
 
 def test_metrics_lines_are_plain_json(tmp_path: Path, tiny_actor, sampling_engine):
