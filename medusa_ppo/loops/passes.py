@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import random
 from abc import ABC, abstractmethod
@@ -37,6 +38,8 @@ from medusa_ppo.companion.positions import LEAST_BLOCKS, ROW_BYTES, EarlySample,
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -292,6 +295,8 @@ class RowTap(ABC):
         self._finder: RowFinder | None = None
         self._rollouts: Rollouts | None = None
         self._collector: BatchCollector | None = None
+        # Whether a pass went through the model in this `watch`, and in the one before.
+        self._passed = self._passed_before = True
         self._expected: int | None = None
         self._rows: float | None = None
         self._rank, self._ranks = 0, 1
@@ -330,7 +335,9 @@ class RowTap(ABC):
 
     @contextlib.contextmanager
     def watch(self, rows: Sequence[Row]) -> Iterator[None]:
-        """Context around the passes over these rows. `add_logprobs` follows, if the tap reports.
+        """Context around the passes over these rows. `add_logprobs` follows, if the tap reports. A
+        loop may make no pass at all, for example when its last micro-batch is incomplete; the log
+        says so.
 
         Raises:
             ConfigError: tokens went through the model, but not whole rows: sequence parallelism
@@ -347,17 +354,27 @@ class RowTap(ABC):
         self._finder = RowFinder(rollouts)
         self._rollouts = rollouts
         self._collector = None
+        self._passed_before, self._passed = self._passed, False
         with self._hooked():
             yield
-        if rows and self._collector is None and any(answer for _, answer in rows):
+        if self._collector is not None or not any(answer for _, answer in rows):
+            # Nothing was missed: no reason to say so of the next one without a pass.
+            self._passed = True
+        elif not self._passed and self._passed_before:
+            logger.warning(
+                "%d rows were to be scored, and no pass went through the actor: the heads learn"
+                " nothing from them. If this goes on, the tap has another model than the loop"
+                " calls (of torch.compile(actor), give it what that returned).",
+                len(rows),
+            )
+        elif self._passed:
             raise ConfigError(
                 "The log-prob pass did not send whole rows through the model.",
                 given="no row was recognised",
                 expected="whole rows, padded or packed",
                 do=(
                     "Turn off sequence parallelism and ring attention, or train without draft"
-                    " heads. If the passes go through torch.compile(actor), give the tap what it"
-                    " returned."
+                    " heads."
                 ),
             )
 
@@ -403,6 +420,7 @@ class RowTap(ABC):
         """Take one row: prompt and response, without padding."""
         if self._finder is None or self._rollouts is None:
             return
+        self._passed = True
         ids_BT = ids_T[None]
         mask_BT, found = self._finder.find(ids_BT, torch.ones_like(ids_BT))
         if found[0] is None:
@@ -534,6 +552,7 @@ class PassTap(RowTap):
         hidden_BTD = kept.hidden_BTD
         if not self._waiting or hidden_BTD is None or not isinstance(ids, torch.Tensor):
             return
+        self._passed = True
         for row, first, last in spans(ids, attention, positions):
             self._see(ids[row, first:last], hidden_BTD[row, first:last])
 

@@ -349,5 +349,19 @@ def test_rows_that_were_cut_up_are_refused(model: LlamaForCausalLM):
             model(input_ids=ids, position_ids=positions)
 
 
+def test_a_loop_that_makes_no_pass_is_told_once(
+    model: LlamaForCausalLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    """OpenRLHF's dynamic batches leave out what does not fill one: that ended the training."""
+    tap = PassTap(model, Sampling(), 2**20, 2)
+    for _ in range(2):
+        with tap.watch(ROWS):
+            pass
+        tap.add_logprobs([torch.zeros(len(answer)) for _, answer in ROWS])
+        assert tap.take(5) is None
+    (record,) = caplog.records
+    assert "no pass went through" in record.message
+
+
 def test_spans_of_rows_without_any_mask():
     assert spans(torch.zeros(2, 3), None, None) == [(0, 0, 3), (1, 0, 3)]
