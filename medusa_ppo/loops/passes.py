@@ -560,6 +560,13 @@ class PassTap(RowTap):
 def spans(ids: torch.Tensor, attention: Any, positions: Any) -> list[tuple[int, int, int]]:
     """(row, first, last) of each sequence in a model's input, padded `[B, T]` or packed `[1,
     N]`.
+
+    Args:
+        positions: `[1, N]`; or one such plane for each axis that the model counts along (M-RoPE),
+            whose first one counts the text: `[axes, 1, N]`.
+
+    Raises:
+        ConfigError: the rows may be packed, and their positions have another shape.
     """
     if isinstance(attention, torch.Tensor) and attention.shape == ids.shape:
         found = []
@@ -568,8 +575,16 @@ def spans(ids: torch.Tensor, attention: Any, positions: Any) -> list[tuple[int, 
             if at.numel():
                 found.append((row, int(at[0]), int(at[-1]) + 1))
         return found
-    if ids.shape[0] == 1 and isinstance(positions, torch.Tensor) and positions.shape == ids.shape:
+    if ids.shape[0] == 1 and isinstance(positions, torch.Tensor):
+        plane = positions[0] if positions.dim() == 3 else positions
+        if plane.shape != ids.shape:
+            raise ConfigError(
+                "Packed rows can't be told apart by these positions.",
+                given=f"position_ids {tuple(positions.shape)} of tokens {tuple(ids.shape)}",
+                expected=f"{tuple(ids.shape)}, or that many for each axis (M-RoPE)",
+                do="Train without draft heads, or let the loop pad its rows.",
+            )
         # Packed rows can only be told apart by their positions.
-        starts = [*(positions[0] == 0).nonzero()[:, 0].tolist(), ids.shape[1]]
+        starts = [*(plane[0] == 0).nonzero()[:, 0].tolist(), ids.shape[1]]
         return [(0, first, last) for first, last in itertools.pairwise(starts)]
     return [(row, 0, ids.shape[1]) for row in range(ids.shape[0])]

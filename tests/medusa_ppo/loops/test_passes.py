@@ -365,3 +365,15 @@ def test_a_loop_that_makes_no_pass_is_told_once(
 
 def test_spans_of_rows_without_any_mask():
     assert spans(torch.zeros(2, 3), None, None) == [(0, 0, 3), (1, 0, 3)]
+
+
+def test_spans_of_packed_rows_whose_positions_have_several_axes() -> None:
+    """verl gives M-RoPE models four planes, the text's first. All was one row, and the training
+    ended with advice about sequence parallelism.
+    """
+    text_N = torch.tensor([0, 1, 2, 0, 1])
+    positions = torch.stack([text_N, *[torch.arange(5) + 7] * 3])[:, None]
+    assert positions.shape == (4, 1, 5)
+    assert spans(torch.zeros(1, 5), None, positions) == [(0, 0, 3), (0, 3, 5)]
+    with pytest.raises(ConfigError, match=r"position_ids \(1, 4\)"):
+        spans(torch.zeros(1, 5), None, positions[0, :, :4])
