@@ -434,6 +434,27 @@ def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(
     assert next(iter(change)).split("__")[-1] in str(error.value)
 
 
+@pytest.mark.parametrize("alone", [True, False])
+def test_engines_of_another_node_are_told_where_to_find_heads(
+    alone: bool, ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node with GPUs, and Ray's head without: heads were in the head's own /dev/shm."""
+
+    class Made(Exception):
+        pass
+
+    def make(*args: Any, several_nodes: bool) -> None:
+        raise Made(several_nodes)
+
+    monkeypatch.setattr(ours, "on_one_node", lambda: alone)
+    monkeypatch.setattr(ours, "RemoteAttachment", make)
+    config = verl_config(medusa={"heads": {"num_heads": 2}}, trainer__nnodes=1)
+    config.trainer.v1.trainer_mode = "medusa_sync"
+    with pytest.raises(Made) as made:
+        ours.MedusaPPOTrainerSync(config)
+    assert made.value.args == (not alone,)
+
+
 def test_engine_arguments_are_spread_last_and_become_flags():
     from verl.workers.rollout.vllm_rollout.utils import build_cli_args_from_config
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer

@@ -69,6 +69,7 @@ from medusa_ppo.loops.verl.verl_tap import (
     unsupported_actor,
 )
 from medusa_ppo.loops.worker_tap import COMPANION
+from medusa_ppo.runtime.processes import on_one_node
 from medusa_ppo.vllm_plugin.speculation import FEED
 
 logger = logging.getLogger(__name__)
@@ -251,7 +252,9 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
                 medusa,
                 config.actor_rollout_ref.model.path,
                 folder,
-                several_nodes=int(config.trainer.nnodes) > 1,
+                # Not verl's `trainer.nnodes`, the nodes with workers: Ray may put this process on
+                # one without a GPU (KubeRay's head), and every engine is then on another.
+                several_nodes=not on_one_node(),
             )
             configure(config, self.medusa)
             RolloutReplicaRegistry.register("vllm", _load_replica)
