@@ -93,7 +93,11 @@ def unsupported(cfg: Any) -> dict[str, bool]:
 def register() -> None:
     """Tell NeMo-RL to run our worker in the environment of its own worker. Call this once, before
     the policy is created.
+
+    Raises:
+        UnsupportedVersionError: as `require_loop`.
     """
+    require_loop("nemo_rl.driver")
     from nemo_rl.distributed.ray_actor_environment_registry import (
         ACTOR_ENVIRONMENT_REGISTRY,
         get_actor_python_env,
