@@ -13,7 +13,7 @@ and runs its policy worker's own update on a CPU with the tap:
                      `speculative_config` accepts only `mtp`, because other drafters "go stale".
                      Engines that load newer heads from a feed by themselves keep ours fresh.)
     update           `FSDPPolicyWorkerBase.forward_backward` and `optim_step`, overridden: every
-                     rank taps its rows
+                     rank taps its rows, in the first of `trainer.update_epochs_per_batch`
     environment      `prepare_runtime_environment`, wrapped: our addresses reach SkyRL's Ray actors
                      on all nodes. Tokens reach the policy's workers, without Ray's logs
 """
@@ -48,10 +48,12 @@ class TappedPolicyWorker:
     _medusa_tap: CompanionTap | None = None
     _medusa_secrets: ClassVar[Mapping[str, str]] = {}
     _medusa_top: ClassVar[tuple[float, int]] = (1.0, 0)
+    # Of the trainer's current step: its number, and the mini-batches that were tapped.
+    _medusa_step: tuple[int | None, set[int]] = (None, set())
 
     def forward_backward(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """As SkyRL's."""
-        with self._own_tap()(*rows_of(data)):
+        with self._own_tap()(*self._new_rows(data)):
             return super().forward_backward(data, *args, **kwargs)  # type: ignore[misc]
 
     def optim_step(self) -> Any:
@@ -59,6 +61,24 @@ class TappedPolicyWorker:
         norm = super().optim_step()  # type: ignore[misc]
         self._own_tap().updated()
         return norm
+
+    def _new_rows(self, data: Any) -> Rows:
+        """The rows of a mini-batch; none if an earlier epoch of the same step has tapped it: heads
+        would be judged on what they were trained on.
+        """
+        prompts, responses, logprobs = rows_of(data)
+        step = (getattr(data, "metadata", None) or {}).get("global_step")
+        if step is None:
+            return prompts, responses, logprobs
+        if step != self._medusa_step[0]:
+            self._medusa_step = (step, set())
+        seen = self._medusa_step[1]
+        name = hash((*map(tuple, prompts), *map(tuple, responses)))
+        if name in seen:
+            # Not left out: in a tap the ranks wait for each other, and another may have rows.
+            return [], [], None if logprobs is None else []
+        seen.add(name)
+        return prompts, responses, logprobs
 
     def _own_tap(self) -> CompanionTap:
         # Created at the first pass: a separate call loads the model, after the constructor.

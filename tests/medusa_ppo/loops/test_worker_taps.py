@@ -148,6 +148,42 @@ def test_skyrls_update_is_tapped(
     worker._medusa_tap.close()
 
 
+class Batch(dict[str, torch.Tensor]):
+    """In the place of SkyRL's TrainingInputBatch."""
+
+    def __init__(self, step: int, data: dict[str, torch.Tensor]) -> None:
+        super().__init__(data)
+        self.metadata = {"global_step": step}
+
+
+def test_rows_are_tapped_in_the_first_of_skyrls_epochs(
+    seen: list[RolloutBatch], chain_actor: Path
+) -> None:
+    """With trainer.update_epochs_per_batch=2 heads learned from the same rows twice, and were judged
+    on what they had learned from.
+    """
+    worker = skyrl.tapped(SkyRLWorker)(load_actor(chain_actor))
+    ones = torch.ones(1, 3)
+
+    def mini_batch(step: int, response: list[int]) -> Batch:
+        whole = torch.tensor([[*PROMPT, *response]])
+        data = {"sequences": whole, "attention_mask": torch.ones_like(whole)}
+        return Batch(
+            step, data | {"response_mask": ones, "loss_mask": ones, "action_log_probs": -ones}
+        )
+
+    for step in (1, 2):
+        for _ in range(2):
+            for response in ([1, 2, 3], [4, 5, 6]):
+                worker.forward_backward(mini_batch(step, response))
+                worker.optim_step()
+                assert worker._medusa_tap.drain(30) and not worker._medusa_tap.problem
+    rows = [batch.response_ids_M.tolist() for batch in seen]
+    assert rows == [[1, 2, 3], [4, 5, 6]] * 2
+    assert [batch.policy_version for batch in seen] == [0, 1, 4, 5]
+    worker._medusa_tap.close()
+
+
 class NemoWorker:
     """In the place of NeMo-RL's: its call, over a batch that is padded on the right."""
 
