@@ -159,8 +159,8 @@ class Batch(dict[str, torch.Tensor]):
 def test_rows_are_tapped_in_the_first_of_skyrls_epochs(
     seen: list[RolloutBatch], chain_actor: Path
 ) -> None:
-    """With trainer.update_epochs_per_batch=2 heads learned from the same rows twice, and were judged
-    on what they had learned from.
+    """With trainer.update_epochs_per_batch=2 heads learned from the same rows twice, and were
+    judged on what they had learned from.
     """
     worker = skyrl.tapped(SkyRLWorker)(load_actor(chain_actor))
     ones = torch.ones(1, 3)
