@@ -82,7 +82,7 @@ class CompanionDesk:
         self._coming = 0
         self._arrived: float | None = None
         self._step_s = 0.0
-        self._dropped = 0
+        self._dropped = self._left_out = 0
         self._note = ""
         # Not by the tables' dtype: the loop's actor may compute in another one than its files have.
         self._row_bytes = self._heads.hidden_size * FLOAT32_BYTES + ROW_BYTES
@@ -197,8 +197,8 @@ class CompanionDesk:
         )
 
     def status(self) -> CompanionStatus:
-        """The service's status, plus the batches dropped here."""
-        return self._service.status()
+        """The service's status, with the positions that the taps left out of its batches."""
+        return replace(self._service.status(), positions_left_out=self._left_out)
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything complete is trained on; False if the time is up first."""
@@ -289,6 +289,7 @@ class CompanionDesk:
         batch = joined([part.batch for part in parts if part.batch is not None])
         elsewhere = sum(part.header.left_out for part in parts if part.batch is None)
         batch = replace(batch, left_out=batch.left_out + elsewhere)
+        self._left_out += batch.left_out
         self._row_bytes = self._heads.hidden_size * batch.hidden_MD.element_size() + ROW_BYTES
         # Missing log-probs are computed when the batch is trained on: taps wait for this lock.
         missing = rows_without_logprobs(parts)
