@@ -536,10 +536,11 @@ def test_verl_trains_on_two_nodes(nodes_module: ModuleType, chain_actor: Path, m
         check_called(run, left)
         return
     check_fed(said, other.address)
-    learned = status["trained_tokens"] / status["batches_trained"]
+    # Those that it asked for, and those that the taps left out.
+    learned = (status["trained_tokens"] + status["positions_left_out"]) / status["batches_trained"]
     whole = verl.PROMPTS * verl.RESPONSES * verl.TOKENS
-    print(f"positions learned of a batch: {learned:.0f} of {whole}, status:", status)
-    assert learned > whole / 2, "more than one worker has"
+    print(f"positions of a batch: {learned:.0f} of {whole}, status:", status)
+    assert learned > 0.6 * whole, "more than one worker has"
     assert not status["error"]
 
 
