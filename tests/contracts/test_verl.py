@@ -161,12 +161,23 @@ def test_the_trainers_hooks_are_called_in_the_order_that_we_need(ours: Any):
 
 def test_a_validation_is_forgotten(ours: Any) -> None:
     trainer = object.__new__(ours.MedusaPPOTrainerSync)
-    trainer.medusa = None
-    trainer.on_validate_end()
     forgotten: list[bool] = []
     trainer.medusa = SimpleNamespace(forget_generated=lambda: forgotten.append(True))
     trainer.on_validate_end()
     assert forgotten == [True]
+
+
+def test_without_heads_the_trainer_is_verls_own(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Theirs:
+        def __init__(self, config: Any) -> None:
+            self.config = config
+
+    monkeypatch.setattr(ours, "PPOTrainerSync", Theirs)
+    off = {"companion": {"enabled": False}, "engine": {"num_drafts": 0}}
+    config = verl_config(medusa=off)
+    config.trainer.v1.trainer_mode = "medusa_sync"
+    trainer = ours.MedusaPPOTrainerSync(config)
+    assert type(trainer) is Theirs and trainer.config.trainer.v1.trainer_mode == "sync"
 
 
 def test_the_worker_has_what_we_tap(ours: Any):
@@ -356,7 +367,7 @@ def test_no_more_states_are_kept_than_the_companion_takes(
     data = {"input_ids": nested(rows), "response_mask": nested([[1] * 24] * 100)}
     worker.medusa_expect(0)
     worker.compute_log_prob(data)
-    assert worker._medusa_tap is None, "the companion rests"
+    assert "_medusa" not in vars(worker), "the companion rests"
     worker.medusa_expect(1000)
     worker.compute_log_prob(data)
     batch = worker.medusa_take(0, None).batch
