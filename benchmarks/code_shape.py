@@ -4,6 +4,8 @@ are figures to look at, not limits.
     python benchmarks/code_shape.py                  # this checkout
     python benchmarks/code_shape.py --root DIR       # another one, to compare with
     python benchmarks/code_shape.py --longest 10     # the ten longest files and nothing else
+    python benchmarks/code_shape.py --hooks          # statements of each loop's hooks
+    python benchmarks/code_shape.py --hooks --than DIR   # and those of another checkout
 
 `tests/test_architecture.py` takes the import graph and the duplicate names from here; cycles and
 duplicate names are the two figures that can fail `make check`.
@@ -24,6 +26,18 @@ from medusa_ppo.runtime.console import say
 WIDE = 100
 SOURCE = ("heads", "medusa_ppo")
 GROUPS = {"heads + medusa_ppo": SOURCE, "benchmarks": ("benchmarks",), "tests": ("tests",)}
+LOOPS = "medusa_ppo/loops"
+HOOKS = {
+    "TRL": ("trl.py",),
+    "TRL, PPOTrainer": ("trl_ppo.py",),
+    "verl, medusa_sync": ("verl/verl_trainer.py", "verl/verl_server.py"),
+    "verl, with a tap": ("verl/verl_tap.py", "verl/verl_plugin.py"),
+    "OpenRLHF, both forms": ("openrlhf.py",),
+    "SkyRL": ("skyrl.py",),
+    "NeMo-RL": ("nemo_rl.py",),
+    "shared by some": ("remote.py", "worker_tap.py", "attachment.py", "ranks.py"),
+}
+"""The files of each loop's hooks, below LOOPS."""
 # A constant is counted with the expression that holds it; a context is grammar, not code.
 NOT_COUNTED = (ast.Constant, ast.expr_context, ast.Module)
 
@@ -53,6 +67,16 @@ def is_tuple_assignment(node: ast.AST) -> bool:
         isinstance(node, ast.Assign)
         and isinstance(node.value, ast.Tuple)
         and any(isinstance(target, ast.Tuple) for target in node.targets)
+    )
+
+
+def statements(path: Path) -> int:
+    """Statements of a file, without imports and docstrings."""
+    return sum(
+        isinstance(node, ast.stmt)
+        and not isinstance(node, ast.Import | ast.ImportFrom)
+        and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant))
+        for node in ast.walk(parse(path))
     )
 
 
@@ -195,12 +219,35 @@ def report(root: Path) -> Iterator[str]:
     yield f"code in __init__.py: {sum(code_in_init(root).values()):,} lines"
 
 
+def hooks(root: Path) -> dict[str, int]:
+    """Statements of each loop's hooks; files that a checkout lacks count none."""
+    files = {name: [root / LOOPS / file for file in found] for name, found in HOOKS.items()}
+    return {
+        name: sum(statements(path) for path in found if path.is_file())
+        for name, found in files.items()
+    }
+
+
+def hooks_report(root: Path, than: Path | None) -> Iterator[str]:
+    """`hooks` as lines of text, with those of another checkout before them if there is one."""
+    counts = [hooks(place) for place in (than, root) if place is not None]
+    for name in HOOKS:
+        yield f"{name:24}" + "".join(f"{count[name]:8,}" for count in counts)
+    yield f"{'all':24}" + "".join(f"{sum(count.values()):8,}" for count in counts)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     default = Path(__file__).resolve().parent.parent
     parser.add_argument("--root", type=Path, default=default, help="checkout to measure")
     parser.add_argument("--longest", type=int, metavar="N", help="list the N longest files")
+    parser.add_argument("--hooks", action="store_true", help="statements of each loop's hooks")
+    parser.add_argument("--than", type=Path, metavar="DIR", help="a checkout before, for --hooks")
     options = parser.parse_args()
+    if options.hooks:
+        for line in hooks_report(options.root, options.than):
+            say(line)
+        return
     if options.longest:
         for lines, name in longest(options.root, options.longest):
             say(f"{lines:6,}  {name}")

@@ -111,6 +111,18 @@ def test_a_cycle_is_found_wherever_its_imports_stand(
     assert code_shape.cycles(code_shape.import_graph(tmp_path)) == []
 
 
+def test_statements_of_hooks_are_counted_without_imports_and_docstrings(
+    code_shape: ModuleType, tmp_path: Path
+) -> None:
+    file = tmp_path / code_shape.LOOPS / "skyrl.py"
+    file.parent.mkdir(parents=True)
+    file.write_text('"""Text."""\nimport os\n\ndef f():\n    """Text."""\n    return os\n')
+    assert code_shape.hooks(tmp_path)["SkyRL"] == 2
+    assert all(code_shape.hooks(ROOT).values()), "a file was renamed"
+    lines = list(code_shape.hooks_report(ROOT, tmp_path))
+    assert len(lines) == len(code_shape.HOOKS) + 1 and lines[-1].split()[1] == "2"
+
+
 def test_init_files_hold_no_code(code_shape: ModuleType) -> None:
     assert code_shape.code_in_init(ROOT) == {}
 

@@ -82,7 +82,7 @@ class CompanionDesk:
         self._coming = 0
         self._arrived: float | None = None
         self._step_s = 0.0
-        self._dropped = 0
+        self._dropped = self._left_out = 0
         self._note = ""
         # Not by the tables' dtype: the loop's actor may compute in another one than its files have.
         self._row_bytes = self._heads.hidden_size * FLOAT32_BYTES + ROW_BYTES
@@ -197,9 +197,15 @@ class CompanionDesk:
         )
 
     def status(self) -> CompanionStatus:
-        """The service's status, plus the batches dropped here."""
+        """The service's status, plus the batches dropped here, with the positions that the taps left
+        out of its batches.
+        """
         status = self._service.status()
-        return replace(status, batches_dropped=status.batches_dropped + self._dropped)
+        return replace(
+            status,
+            batches_dropped=status.batches_dropped + self._dropped,
+            positions_left_out=self._left_out,
+        )
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until everything complete is trained on; False if the time is up first."""
@@ -290,6 +296,7 @@ class CompanionDesk:
         batch = joined([part.batch for part in parts if part.batch is not None])
         elsewhere = sum(part.header.left_out for part in parts if part.batch is None)
         batch = replace(batch, left_out=batch.left_out + elsewhere)
+        self._left_out += batch.left_out
         self._row_bytes = self._heads.hidden_size * batch.hidden_MD.element_size() + ROW_BYTES
         # Missing log-probs are computed when the batch is trained on: taps wait for this lock.
         missing = rows_without_logprobs(parts)

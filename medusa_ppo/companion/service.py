@@ -586,21 +586,23 @@ class CompanionService:
         published = self._published
         if self._feed is None or published is None or published.version == self._fed_version:
             return
-        cycle = self._cycle
-        heads = cycle.serving
         found = self._feed.manifest()
         newest = found.versions[-1:] if found is not None else []
         # After a crash it may already be there.
         if [version.checksum for version in newest] != [published.checksum]:
-            release = Release(
-                actor=FeedActor.of(heads.config, cycle.trainer.lm_head_VD),
-                dtype=str(heads.dtype).removeprefix("torch."),
-                version=published.version,
-                policy_version=published.policy_version,
-                judged=self._judged,
-            )
-            self._feed.publish(Path(published.path), release)
+            self._feed.publish(Path(published.path), self._release(published.version))
         self._fed_version = published.version
+
+    def _release(self, version: int) -> Release:
+        """What a feed is told of the serving heads."""
+        cycle = self._cycle
+        return Release(
+            actor=FeedActor.of(cycle.serving.config, cycle.trainer.lm_head_VD),
+            dtype=str(cycle.serving.dtype).removeprefix("torch."),
+            version=version,
+            policy_version=cycle.published_policy_version,
+            judged=self._judged,
+        )
 
     def _keep_heads(self, length: float | None) -> None:
         """Write the serving heads as a native checkpoint. `length`: their replay estimate."""
@@ -669,10 +671,26 @@ class CompanionService:
         self._adopt_newest()
         if self._cycle.version > 0:
             self._publish()
+        self._tried("The first heads could not be put into the feed", self._feed_first)
         self._tried(
             "The companion could not mark its start",
             lambda: write_atomic(marker, arguments.publish_dir),
         )
+
+    def _feed_first(self) -> None:
+        """Put trained heads into a feed that has none yet, although no gate has judged them: a deep
+        sleep before the first version takes from engines those that they started with.
+        """
+        if self._feed is None or self._feed.manifest() is not None:
+            return
+        if self._published is not None:
+            self._feed_newest()
+        elif not self._cycle.serving.untrained:
+            path = self._publish_dir / "start.safetensors"
+            save_state(path, self._cycle.serving.trainable_state(copied=False))
+            # The first version that the gate lets through has the feed's next number.
+            self._feed.publish(path, self._release(1))
+            path.unlink()
 
     def _remove_unfinished(self) -> None:
         # The loop writes into the last one as well.

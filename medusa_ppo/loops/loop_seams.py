@@ -102,6 +102,8 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             "num_engines tensor_parallel_size pretrain",
             "begins",
         ),
+        # The name that the command imports, which is replaced.
+        _seam(f"{OPENRLHF}.ray:create_vllm_engines"),
         _seam(f"{OPENRLHF}.ray.vllm_engine:RolloutRayActor.__init__"),
         _seam(f"{OPENRLHF}.ray.vllm_engine:batch_vllm_engine_call"),
         _seam(
@@ -116,12 +118,17 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.train_step", "rollout_samples global_step"),
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.broadcast_to_vllm", ""),
         _seam(f"{OPENRLHF}.ppo_trainer:PPOTrainer.evaluate", "global_step", "begins"),
+        _seam(
+            f"{OPENRLHF}.ppo_utils.experience_maker:RemoteExperienceMaker.make_experience_batch",
+            "rollout_samples",
+        ),
         _seam("openrlhf.utils:get_strategy"),
     ),
     "skyrl": (
         _seam("skyrl.train.config:SkyRLTrainConfig.from_cli_overrides"),
         _seam("skyrl.train.entrypoints.main_base:BasePPOExp.run", ""),
         _seam("skyrl.train.utils.utils:initialize_ray", "cfg", "begins"),
+        _seam("skyrl.train.utils.utils:prepare_runtime_environment", "cfg"),
         _seam("skyrl.train.utils.utils:validate_cfg", "cfg", "begins"),
         _seam(f"{SKYRL}.fsdp.fsdp_worker:PolicyWorker"),
         _seam(f"{SKYRL}.fsdp.fsdp_worker:FSDPPolicyWorkerBase.forward_backward", "data", "begins"),
@@ -134,6 +141,11 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             "data loss_fn eval_mode",
             "begins",
         ),
+    ),
+    # Looked up in the driver, which may lack what its workers import.
+    "nemo_rl.driver": (
+        _seam("nemo_rl.distributed.ray_actor_environment_registry:ACTOR_ENVIRONMENT_REGISTRY"),
+        _seam("nemo_rl.distributed.ray_actor_environment_registry:get_actor_python_env"),
     ),
 }
 

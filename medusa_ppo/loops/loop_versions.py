@@ -26,6 +26,7 @@ CHECKED: dict[str, tuple[str, ...]] = {
     "openrlhf": ("0.11",),
     "skyrl": ("0.4",),
     "nemo_rl": (),
+    "nemo_rl.driver": (),
 }
 """Distribution (and its part) -> the minor versions for which tests/contracts/ compares classes and
 signatures with what we rely on; empty: it could never be run.

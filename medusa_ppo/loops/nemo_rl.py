@@ -25,8 +25,7 @@ import torch
 
 from medusa_ppo.loops.loop_versions import require_loop
 from medusa_ppo.loops.remote import refuse
-from medusa_ppo.loops.tap import CompanionTap
-from medusa_ppo.loops.worker_tap import Rows, companion_address, response_rows
+from medusa_ppo.loops.worker_tap import Rows, own_tap, response_rows
 
 NAME = "TappedDTensorWorker"
 WORKER = "nemo_rl.models.policy.workers.dtensor_policy_worker_v2.DTensorPolicyWorkerV2"
@@ -35,33 +34,26 @@ WORKER = "nemo_rl.models.policy.workers.dtensor_policy_worker_v2.DTensorPolicyWo
 class TappedWorker:
     """Mix-in to put before NeMo-RL's policy worker in a class's bases; every rank has a tap."""
 
-    _medusa_tap: CompanionTap | None = None
-
     def train(self, data: Any, loss_fn: Any, eval_mode: bool = False, **kwargs: Any) -> Any:
         """Like NeMo-RL's. If a call has several global batches, the actor behind the states of the
         later ones is a few optimizer steps newer than the tables sent with them.
         """
         if eval_mode:
             return super().train(data, loss_fn, eval_mode, **kwargs)  # type: ignore[misc]
-        tap = self._own_tap()
+        worker: Any = self
+        refuse("NeMo-RL", unsupported(worker.cfg))
+        generation = worker.cfg["generation"]
+        tap = own_tap(
+            worker,
+            worker.model,
+            temperature=generation["temperature"],
+            top_p=generation["top_p"],
+            top_k=generation["top_k"] or 0,
+        )
         with tap(*rows_of(data)):
             metrics = super().train(data, loss_fn, eval_mode, **kwargs)  # type: ignore[misc]
         tap.updated()
         return metrics
-
-    def _own_tap(self) -> CompanionTap:
-        if self._medusa_tap is None:
-            worker: Any = self
-            refuse("NeMo-RL", unsupported(worker.cfg))
-            generation = worker.cfg["generation"]
-            self._medusa_tap = CompanionTap(
-                worker.model,
-                companion_address(),
-                temperature=generation["temperature"],
-                top_p=generation["top_p"],
-                top_k=generation["top_k"] or 0,
-            )
-        return self._medusa_tap
 
 
 def rows_of(data: Any) -> Rows:
@@ -93,7 +85,11 @@ def unsupported(cfg: Any) -> dict[str, bool]:
 def register() -> None:
     """Tell NeMo-RL to run our worker in the environment of its own worker. Call this once, before
     the policy is created.
+
+    Raises:
+        UnsupportedVersionError: as `require_loop`.
     """
+    require_loop("nemo_rl.driver")
     from nemo_rl.distributed.ray_actor_environment_registry import (
         ACTOR_ENVIRONMENT_REGISTRY,
         get_actor_python_env,

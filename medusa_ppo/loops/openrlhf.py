@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import logging
 import os
 import runpy
@@ -40,29 +41,29 @@ from heads.errors import ConfigError
 from medusa_ppo.actors.hf import HFActor
 from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.config.run_config import RunConfig, load_config
-from medusa_ppo.contract.rollouts import Counters, Sampling
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.launch import plan_launch
 from medusa_ppo.loops.attachment import SPECULATION, as_config
 from medusa_ppo.loops.loop_versions import require_loop
-from medusa_ppo.loops.passes import PassTap, Row
+from medusa_ppo.loops.passes import PassTap
 from medusa_ppo.loops.remote import (
+    EngineCalls,
     RemoteAttachment,
-    SentFile,
     Tables,
     Taken,
-    WorkerTables,
-    arrived,
+    TappedRank,
     call_all,
     refuse,
     sum_counters,
 )
-from medusa_ppo.loops.tap import CompanionTap
 from medusa_ppo.loops.worker_tap import (
     COMPANION,
     OURS,
     Rows,
-    companion_address,
+    joined_rows,
+    masked_rows,
     own_secrets,
+    own_tap,
     own_variables,
 )
 from medusa_ppo.runtime.processes import on_one_node
@@ -113,26 +114,17 @@ def rollout_actor(arguments: dict[str, Any]) -> Any:
     # extension.
     from openrlhf.trainer.ray import vllm_engine
 
-    from medusa_ppo.engines.colocated import process_counters
-
     # Ray gives an actor's process what its node has, not what the driver has: the class brings it.
     variables = own_variables() | own_secrets()
 
-    class MedusaRolloutActor(plain_class(vllm_engine.RolloutRayActor)):  # type: ignore[misc]
+    class MedusaRolloutActor(EngineCalls, plain_class(vllm_engine.RolloutRayActor)):  # type: ignore[misc]
+        medusa_engine = "llm"
+
         # Async as in OpenRLHF's class; Ray awaits it.
         async def __init__(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[misc]
             # Before vLLM starts: it looks for its feed when it does.
             take_variables(variables)
             await super().__init__(*args, **{**kwargs, **arguments})
-
-        async def medusa_call(
-            self, method: str, args: tuple[Any, ...], sent: SentFile | None = None
-        ) -> list[Any]:
-            async with arrived(args, sent) as found:
-                return await self.llm.collective_rpc(method, args=found)
-
-        async def medusa_counters(self) -> Counters:
-            return process_counters()
 
     return ray.remote(MedusaRolloutActor)
 
@@ -151,9 +143,17 @@ def policy_actor() -> Any:
     from openrlhf.trainer.ray import ppo_actor
 
     class MedusaPolicyActor(plain_class(ppo_actor.PolicyModelActor)):  # type: ignore[misc]
-        _medusa_tap: PassTap | None = None
-        _medusa_tables: WorkerTables | None = None
         _medusa_rows: int = 0
+
+        @functools.cached_property
+        def _medusa(self) -> TappedRank:
+            # Made when it is first needed: the model is loaded by a separate call after the
+            # constructor.
+            args, model = self.strategy.args, self.actor.model
+            sampling = sampling_of(args)
+            kept = args.medusa.companion.queue_bytes, args.medusa.heads.num_heads
+            actor = HFActor(model, reports=self.strategy.get_rank() == 0)
+            return TappedRank(PassTap(model, sampling, *kept), actor)
 
         def forward(
             self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any
@@ -161,24 +161,12 @@ def policy_actor() -> Any:
             # One rank's rows are enough for heads; gathering all would cost the loop bandwidth.
             if self.strategy.get_rank() != 0 or not self._medusa_rows:
                 return super().forward(sequences, action_mask, attention_mask, **kwargs)
-            # Created at the first pass: the model is loaded by a separate call after the
-            # constructor.
-            tap = self._own_tap()
-            rows, spans = rows_of(sequences, action_mask, attention_mask)
-            with tap.watch(rows):
+            prompts, answers, _ = masked_rows(sequences, attention_mask, action_mask)
+            with self._medusa.tap.watch(list(zip(prompts, answers, strict=True))):
                 log_probs = super().forward(sequences, action_mask, attention_mask, **kwargs)
-            tap.add_logprobs([log_probs[row, first:last] for row, first, last in spans])
+            *_, logprobs = masked_rows(sequences, attention_mask, action_mask, log_probs)
+            self._medusa.tap.add_logprobs(logprobs or [])
             return log_probs
-
-        def _own_tap(self) -> PassTap:
-            if self._medusa_tap is None:
-                rollout = self.strategy.args.rollout
-                sampling = Sampling(temperature=rollout.temperature, top_p=rollout.top_p)
-                ours = self.strategy.args.medusa
-                self._medusa_tap = PassTap(
-                    self.actor.model, sampling, ours.companion.queue_bytes, ours.heads.num_heads
-                )
-            return self._medusa_tap
 
         def medusa_expect(self, tokens: int, rows: int) -> None:
             """The next passes cover this many response tokens, over all ranks, and so many of their
@@ -186,22 +174,13 @@ def policy_actor() -> Any:
             """
             self._medusa_rows = rows
             if rows and self.strategy.get_rank() == 0:
-                self._own_tap().expect(-(-tokens // torch.distributed.get_world_size()), rows)
+                self._medusa.tap.expect(-(-tokens // torch.distributed.get_world_size()), rows)
 
         def medusa_take(self, policy_version: int, wanted: WantedRows | None) -> Taken | None:
-            tap = self._medusa_tap
-            batch = tap.take(policy_version) if tap is not None else None
-            return self._own_tables().taken(batch, wanted)
+            return self._medusa.take(policy_version, wanted)
 
         def medusa_tables(self) -> Tables | None:
-            return self._own_tables().whole()
-
-        def _own_tables(self) -> WorkerTables:
-            if self._medusa_tables is None:
-                self._medusa_tables = WorkerTables(
-                    HFActor(self.actor.model, reports=self.strategy.get_rank() == 0)
-                )
-            return self._medusa_tables
+            return self._medusa.whole()
 
     return ray.remote(num_gpus=1)(MedusaPolicyActor)
 
@@ -216,23 +195,14 @@ def tapped_policy_actor() -> Any:
     variables = own_variables() | own_secrets()
 
     class TappedPolicyActor(plain_class(ppo_actor.PolicyModelActor)):  # type: ignore[misc]
-        _medusa_tap: CompanionTap | None = None
-
         def fit(self, kl_ctl: float = 0) -> Any:
-            # Created at the first update: the model is loaded by a separate call after the
-            # constructor.
-            if self._medusa_tap is None:
-                take_variables(variables)
-                rollout = self.strategy.args.rollout
-                self._medusa_tap = CompanionTap(
-                    self.actor.model,
-                    companion_address(),
-                    temperature=rollout.temperature,
-                    top_p=rollout.top_p,
-                )
-            with self._medusa_tap(*buffered_rows(self.trainer.replay_buffer.items)):
+            take_variables(variables)
+            rollout = self.strategy.args.rollout
+            how = {"temperature": rollout.temperature, "top_p": rollout.top_p}
+            tap = own_tap(self, self.actor.model, **how)
+            with tap(*buffered_rows(self.trainer.replay_buffer.items)):
                 status = super().fit(kl_ctl)
-            self._medusa_tap.updated()
+            tap.updated()
             return status
 
     return ray.remote(num_gpus=1)(TappedPolicyActor)
@@ -242,19 +212,17 @@ def buffered_rows(items: Sequence[Any]) -> Rows:
     """Prompts and responses that OpenRLHF's replay buffer holds, one in each item, and the actor's
     log-probs from before the update, if it has them.
     """
-    prompts: list[list[int]] = []
-    responses: list[list[int]] = []
-    logprobs: list[torch.Tensor] = []
+    rows = []
     for item in items:
-        masks = (item.sequences[None], item.action_mask[None], item.attention_mask[None])
-        for (prompt, response), (_, first, last) in zip(*rows_of(*masks), strict=True):
-            prompts.append(list(prompt))
-            responses.append(list(response))
-            if item.action_log_probs is not None:
-                logprobs.append(item.action_log_probs[first:last].float().cpu())
-    # Of all items, whether they give rows or not: all ranks must come to the same answer.
-    known = all(item.action_log_probs is not None for item in items)
-    return prompts, responses, logprobs if known else None
+        logprobs_R = item.action_log_probs
+        of_row = item.sequences, item.attention_mask, item.action_mask, logprobs_R
+        rows.append(masked_rows(*(None if part is None else part[None] for part in of_row)))
+    return joined_rows(rows)
+
+
+def sampling_of(args: Any) -> Sampling:
+    """OpenRLHF's sampling of its rollouts in our form."""
+    return Sampling(temperature=args.rollout.temperature, top_p=args.rollout.top_p)
 
 
 def trainer_actor() -> Any:
@@ -271,18 +239,20 @@ def trainer_actor() -> Any:
 
             def make_and_take(rollout_samples: Any) -> Any:
                 group = self.actor_model_group
-                wanted = self.medusa.generated(self._medusa_sampling())
+
+                def on_all(method: str, *given: Any) -> list[Any]:
+                    return ray.get(group.async_run_method(method, *given))
+
                 # Announced before the passes: they come in pieces, and each contributes its share
                 # of the sample.
                 tokens = sum(int(sample.action_mask.sum()) for sample in rollout_samples)
-                with self.medusa.plugin.exposed():
-                    ray.get(group.async_run_method("medusa_expect", tokens, wanted))
-                experiences = make(rollout_samples)
-                if wanted:
-                    with self.medusa.plugin.exposed():
-                        asked = self._medusa_version, self.medusa.wanted_rows()
-                        self.medusa.scored(ray.get(group.async_run_method("medusa_take", *asked)))
-                return experiences
+                with self.medusa.scoring(
+                    sampling_of(self.args),
+                    self._medusa_version,
+                    functools.partial(on_all, "medusa_expect", tokens),
+                    functools.partial(on_all, "medusa_take"),
+                ):
+                    return make(rollout_samples)
 
             # Replaced on the object: OpenRLHF's constructor creates it, and offers no way to use a
             # different class.
@@ -324,11 +294,6 @@ def trainer_actor() -> Any:
             self.medusa.forget_generated()
             return logs
 
-        def _medusa_sampling(self) -> Sampling:
-            return Sampling(
-                temperature=self.args.rollout.temperature, top_p=self.args.rollout.top_p
-            )
-
     return ray.remote(MedusaOpenRLHFTrainer)
 
 
@@ -344,32 +309,6 @@ def engines_awake(args: Any, engines: list[Any]) -> Iterator[None]:
     yield
     if args.vllm.enable_sleep:
         batch_vllm_engine_call(engines, "sleep")
-
-
-def rows_of(
-    sequences: Any, action_mask: Any, attention_mask: Any
-) -> tuple[list[Row], list[tuple[int, int, int]]]:
-    """The prompts and responses of the rows that heads can learn from, and where each one's
-    log-probs are: (row, first, last).
-
-    `action_mask[b, i]` belongs to token i + 1 of the row. Rows with more than one stretch of
-    actions are left out.
-    """
-    rows = []
-    spans = []
-    offset = sequences.shape[1] - action_mask.shape[1]
-    for row in range(sequences.shape[0]):
-        actions = action_mask[row].bool().nonzero()[:, 0].tolist()
-        if not actions or actions[-1] - actions[0] + 1 != len(actions):
-            continue
-        # Rows may be padded on the left.
-        start = int(attention_mask[row].bool().nonzero()[0, 0])
-        tokens = sequences[row].tolist()
-        first = actions[0] + offset
-        last = actions[-1] + 1 + offset
-        rows.append((tokens[start:first], tokens[first:last]))
-        spans.append((row, actions[0], actions[-1] + 1))
-    return rows, spans
 
 
 def unsupported(args: Any, *, tapped: bool = False) -> dict[str, bool]:

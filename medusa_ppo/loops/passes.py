@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import math
 import random
 from abc import ABC, abstractmethod
@@ -37,6 +38,8 @@ from medusa_ppo.companion.positions import LEAST_BLOCKS, ROW_BYTES, EarlySample,
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -292,6 +295,8 @@ class RowTap(ABC):
         self._finder: RowFinder | None = None
         self._rollouts: Rollouts | None = None
         self._collector: BatchCollector | None = None
+        # Whether a pass went through the model in this `watch`, and in the one before.
+        self._passed = self._passed_before = True
         self._expected: int | None = None
         self._rows: float | None = None
         self._rank, self._ranks = 0, 1
@@ -330,7 +335,9 @@ class RowTap(ABC):
 
     @contextlib.contextmanager
     def watch(self, rows: Sequence[Row]) -> Iterator[None]:
-        """Context around the passes over these rows. `add_logprobs` follows, if the tap reports.
+        """Context around the passes over these rows. `add_logprobs` follows, if the tap reports. A
+        loop may make no pass at all, for example when its last micro-batch is incomplete; the log
+        says so.
 
         Raises:
             ConfigError: tokens went through the model, but not whole rows: sequence parallelism
@@ -347,17 +354,27 @@ class RowTap(ABC):
         self._finder = RowFinder(rollouts)
         self._rollouts = rollouts
         self._collector = None
+        self._passed_before, self._passed = self._passed, False
         with self._hooked():
             yield
-        if rows and self._collector is None and any(answer for _, answer in rows):
+        if self._collector is not None or not any(answer for _, answer in rows):
+            # Nothing was missed: no reason to say so of the next one without a pass.
+            self._passed = True
+        elif not self._passed and self._passed_before:
+            logger.warning(
+                "%d rows were to be scored, and no pass went through the actor: the heads learn"
+                " nothing from them. If this goes on, the tap has another model than the loop"
+                " calls (of torch.compile(actor), give it what that returned).",
+                len(rows),
+            )
+        elif self._passed:
             raise ConfigError(
                 "The log-prob pass did not send whole rows through the model.",
                 given="no row was recognised",
                 expected="whole rows, padded or packed",
                 do=(
                     "Turn off sequence parallelism and ring attention, or train without draft"
-                    " heads. If the passes go through torch.compile(actor), give the tap what it"
-                    " returned."
+                    " heads."
                 ),
             )
 
@@ -403,6 +420,7 @@ class RowTap(ABC):
         """Take one row: prompt and response, without padding."""
         if self._finder is None or self._rollouts is None:
             return
+        self._passed = True
         ids_BT = ids_T[None]
         mask_BT, found = self._finder.find(ids_BT, torch.ones_like(ids_BT))
         if found[0] is None:
@@ -534,6 +552,7 @@ class PassTap(RowTap):
         hidden_BTD = kept.hidden_BTD
         if not self._waiting or hidden_BTD is None or not isinstance(ids, torch.Tensor):
             return
+        self._passed = True
         for row, first, last in spans(ids, attention, positions):
             self._see(ids[row, first:last], hidden_BTD[row, first:last])
 
@@ -541,6 +560,13 @@ class PassTap(RowTap):
 def spans(ids: torch.Tensor, attention: Any, positions: Any) -> list[tuple[int, int, int]]:
     """(row, first, last) of each sequence in a model's input, padded `[B, T]` or packed `[1,
     N]`.
+
+    Args:
+        positions: `[1, N]`; or one such plane for each axis that the model counts along (M-RoPE),
+            whose first one counts the text: `[axes, 1, N]`.
+
+    Raises:
+        ConfigError: the rows may be packed, and their positions have another shape.
     """
     if isinstance(attention, torch.Tensor) and attention.shape == ids.shape:
         found = []
@@ -549,8 +575,16 @@ def spans(ids: torch.Tensor, attention: Any, positions: Any) -> list[tuple[int, 
             if at.numel():
                 found.append((row, int(at[0]), int(at[-1]) + 1))
         return found
-    if ids.shape[0] == 1 and isinstance(positions, torch.Tensor) and positions.shape == ids.shape:
+    if ids.shape[0] == 1 and isinstance(positions, torch.Tensor):
+        plane = positions[0] if positions.dim() == 3 else positions
+        if plane.shape != ids.shape:
+            raise ConfigError(
+                "Packed rows can't be told apart by these positions.",
+                given=f"position_ids {tuple(positions.shape)} of tokens {tuple(ids.shape)}",
+                expected=f"{tuple(ids.shape)}, or that many for each axis (M-RoPE)",
+                do="Train without draft heads, or let the loop pad its rows.",
+            )
         # Packed rows can only be told apart by their positions.
-        starts = [*(positions[0] == 0).nonzero()[:, 0].tolist(), ids.shape[1]]
+        starts = [*(plane[0] == 0).nonzero()[:, 0].tolist(), ids.shape[1]]
         return [(0, first, last) for first, last in itertools.pairwise(starts)]
     return [(row, 0, ids.shape[1]) for row in range(ids.shape[0])]

@@ -9,9 +9,10 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import ray
@@ -32,10 +33,10 @@ from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
-from medusa_ppo.engines.colocated import AttachedEngine, Call
+from medusa_ppo.engines.colocated import AttachedEngine, Call, process_counters
 from medusa_ppo.engines.launch import HOST, SERVER_MODULE, engine_flags, plan_launch
-from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.loops.attachment import OURS, Attachment, start_or_resume
+from medusa_ppo.loops.passes import RowTap
 from medusa_ppo.plugin import NoPlugin
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table
 from medusa_ppo.reports.run_files import HEADS_FOLDER
@@ -69,20 +70,13 @@ def call_all(engines: list[Any], method: str, args: tuple[Any, ...]) -> list[Any
     """Call a worker method on every worker of every engine. If the first argument is a file, it
     also reaches engines on other nodes (`arrived`).
     """
-    sent = _sent(args)
+    path = args[0] if args else None
+    sent = None
+    if isinstance(path, str) and os.path.isfile(path) and not on_one_node():
+        content = ray.put(np.fromfile(path, np.uint8))
+        sent = SentFile(ray.get_runtime_context().get_node_id(), [content])
     calls = [engine.medusa_call.remote(method, args, sent) for engine in engines]
     return [answer for answers in ray.get(calls) for answer in answers]
-
-
-def _sent(args: tuple[Any, ...]) -> SentFile | None:
-    """The file that the arguments name; None if they name none, or if there is only this node."""
-    path = args[0] if args else None
-    if not isinstance(path, str) or not os.path.isfile(path):
-        return None
-    if on_one_node():
-        return None
-    content = ray.put(np.fromfile(path, np.uint8))
-    return SentFile(ray.get_runtime_context().get_node_id(), [content])
 
 
 @contextlib.asynccontextmanager
@@ -102,10 +96,7 @@ async def arrived(args: tuple[Any, ...], sent: SentFile | None) -> AsyncIterator
 
 def sum_counters(engines: list[Any]) -> Counters:
     """vLLM's acceptance counters over all engines."""
-    total = Counters()
-    for counters in ray.get([engine.medusa_counters.remote() for engine in engines]):
-        total = total + counters
-    return total
+    return sum(ray.get([engine.medusa_counters.remote() for engine in engines]), Counters())
 
 
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -207,9 +198,30 @@ class RemoteAttachment(Attachment):
         # What engines have generated so far (warm-up, validation) is no rollout of this training.
         self._before = self.engine.counters()
 
-    def wanted_rows(self) -> WantedRows | None:
-        """What to give to the workers that `scored` gets its batch from."""
-        return self.plugin.wanted_rows()
+    @contextlib.contextmanager
+    def scoring(
+        self,
+        sampling: Sampling,
+        version: int,
+        expect: Callable[[int], object],
+        take: Callable[[int, WantedRows | None], Sequence[Taken | None]],
+    ) -> Iterator[None]:
+        """Context around the loop's log-prob pass over a rollout batch that was just generated. A
+        pass that fails leaves nothing behind.
+
+        Args:
+            version: of the actor in this pass.
+            expect: tells the workers how many states are wanted of it (`generated`).
+            take: what each worker tapped, of this version, with the rows of the tables that are
+                named. Called after the pass if states are wanted.
+        """
+        wanted = self.generated(sampling)
+        with self.plugin.exposed():
+            expect(wanted)
+        yield
+        if wanted:
+            with self.plugin.exposed():
+                self.scored(take(version, self.plugin.wanted_rows()))
 
     def generated(self, sampling: Sampling) -> int:
         """Call this when a rollout batch was generated, before the log-prob pass over it.
@@ -218,29 +230,26 @@ class RemoteAttachment(Attachment):
             How many states to take from that pass, for `scored`. 0 while the companion rests: then
             neither states nor tables have to be gathered.
         """
-        if self.engine is None:
+        engine = self.engine
+        if engine is None:
             return 0
         with self.plugin.exposed():
-            return self._generated(self.engine, sampling)
-
-    def _generated(self, engine: RolloutEngine, sampling: Sampling) -> int:
-        now = engine.counters()
-        # Tokens stay with the workers that score them; the driver only knows the generation's
-        # counters.
-        rollouts = Rollouts(
-            (),
-            (),
-            now - self._before,
-            0.0,
-            sampling,
-            self._policy_version,
-            engine.serving_version(),
-            engine.num_drafts,
-        )
-        self._before = now
-        self._rollouts = rollouts
-        wanted = self.plugin.rollout_ready(rollouts) is not None
-        return self.plugin.most_states() if wanted else 0
+            now = engine.counters()
+            # Tokens stay with the workers that score them; the driver only knows the generation's
+            # counters.
+            self._rollouts = Rollouts(
+                (),
+                (),
+                now - self._before,
+                0.0,
+                sampling,
+                self._policy_version,
+                engine.serving_version(),
+                engine.num_drafts,
+            )
+            self._before = now
+            wanted = self.plugin.rollout_ready(self._rollouts) is not None
+            return self.plugin.most_states() if wanted else 0
 
     def forget_generated(self) -> None:
         """Call this when the engines have generated for the loop's validation: its drafts are not
@@ -373,6 +382,62 @@ class WorkerTables:
         if not self._actor.reports:
             return None
         return copied_tables(self._actor.lm_head_VD, self._actor.embedding_VD)
+
+
+class TappedRank:
+    """A worker's tap and its actor's tables, for a loop whose driver has the plugin. Every rank has
+    one, and makes each call when the others do.
+    """
+
+    def __init__(
+        self,
+        tap: RowTap,
+        actor: GatheredActor,
+        reading: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> None:
+        """
+        Args:
+            reading: a context in which the actor's tables can be gathered.
+        """
+        self.tap = tap
+        self._tables = WorkerTables(actor)
+        self._reading = reading
+
+    def take(self, version: int, wanted: WantedRows | None) -> Taken | None:
+        """What was tapped since the last call, and the rows that go with it; only on the rank that
+        reports.
+        """
+        batch = self.tap.take(version)
+        with self._reading():
+            return self._tables.taken(batch, wanted)
+
+    def whole(self) -> Tables | None:
+        """lm_head and embedding, whole; only on the rank that reports."""
+        with self._reading():
+            return self._tables.whole()
+
+
+class EngineCalls:
+    """Mix-in to put before a loop's engine actor in a class's bases: two more methods, through
+    which the driver reaches the engine's workers.
+    """
+
+    medusa_engine: ClassVar[str]
+    """The attribute that holds vLLM's engine."""
+
+    async def medusa_call(
+        self, method: str, args: tuple[Any, ...], sent: SentFile | None = None
+    ) -> list[Any]:
+        """Call a method of the worker extension on all workers of this engine."""
+        async with arrived(args, sent) as found:
+            answers: list[Any] = await getattr(self, self.medusa_engine).collective_rpc(
+                method, args=found
+            )
+            return answers
+
+    async def medusa_counters(self) -> Counters:
+        """vLLM's counters since the start."""
+        return process_counters()
 
 
 def read_tables(model_path: str) -> Tables:

@@ -13,7 +13,7 @@ and runs its policy worker's own update on a CPU with the tap:
                      `speculative_config` accepts only `mtp`, because other drafters "go stale".
                      Engines that load newer heads from a feed by themselves keep ours fresh.)
     update           `FSDPPolicyWorkerBase.forward_backward` and `optim_step`, overridden: every
-                     rank taps its rows
+                     rank taps its rows, in the first of `trainer.update_epochs_per_batch`
     environment      `prepare_runtime_environment`, wrapped: our addresses reach SkyRL's Ray actors
                      on all nodes. Tokens reach the policy's workers, without Ray's logs
 """
@@ -26,7 +26,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import ray
-import torch.nn.functional as F
 
 from medusa_ppo.loops.loop_versions import replaced, require_loop
 from medusa_ppo.loops.remote import refuse
@@ -34,9 +33,10 @@ from medusa_ppo.loops.tap import CompanionTap
 from medusa_ppo.loops.worker_tap import (
     Rows,
     companion_address,
+    masked_rows,
     own_secrets,
+    own_tap,
     own_variables,
-    response_rows,
 )
 
 OVERRIDE = "trainer.override_entrypoint="
@@ -45,13 +45,14 @@ OVERRIDE = "trainer.override_entrypoint="
 class TappedPolicyWorker:
     """Mix-in to put before SkyRL's policy worker in a class's bases; every rank has a tap."""
 
-    _medusa_tap: CompanionTap | None = None
     _medusa_secrets: ClassVar[Mapping[str, str]] = {}
-    _medusa_top: ClassVar[tuple[float, int]] = (1.0, 0)
+    _medusa_sampling: ClassVar[Mapping[str, Any]] = {}
+    # Of the trainer's current step: its number, and the mini-batches that were tapped.
+    _medusa_step: tuple[int | None, set[int]] = (None, set())
 
     def forward_backward(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """As SkyRL's."""
-        with self._own_tap()(*rows_of(data)):
+        with self._own_tap()(*self._new_rows(data)):
             return super().forward_backward(data, *args, **kwargs)  # type: ignore[misc]
 
     def optim_step(self) -> Any:
@@ -60,20 +61,29 @@ class TappedPolicyWorker:
         self._own_tap().updated()
         return norm
 
+    def _new_rows(self, data: Any) -> Rows:
+        """The rows of a mini-batch; none if an earlier epoch of the same step has tapped it: heads
+        would be judged on what they were trained on.
+        """
+        prompts, responses, logprobs = rows_of(data)
+        step = (getattr(data, "metadata", None) or {}).get("global_step")
+        if step is None:
+            return prompts, responses, logprobs
+        if step != self._medusa_step[0]:
+            self._medusa_step = (step, set())
+        seen = self._medusa_step[1]
+        name = hash((*map(tuple, prompts), *map(tuple, responses)))
+        if name in seen:
+            # Not left out: in a tap the ranks wait for each other, and another may have rows.
+            return [], [], None if logprobs is None else []
+        seen.add(name)
+        return prompts, responses, logprobs
+
     def _own_tap(self) -> CompanionTap:
-        # Created at the first pass: a separate call loads the model, after the constructor.
-        if self._medusa_tap is None:
-            worker: Any = self
-            os.environ.update(self._medusa_secrets)
-            top_p, top_k = self._medusa_top
-            self._medusa_tap = CompanionTap(
-                worker.model.model,
-                companion_address(),
-                temperature=worker.cfg.algorithm.temperature,
-                top_p=top_p,
-                top_k=top_k,
-            )
-        return self._medusa_tap
+        worker: Any = self
+        os.environ.update(self._medusa_secrets)
+        how = {"temperature": worker.cfg.algorithm.temperature, **self._medusa_sampling}
+        return own_tap(worker, worker.model.model, **how)
 
 
 def rows_of(data: Any) -> Rows:
@@ -81,13 +91,9 @@ def rows_of(data: Any) -> Rows:
     it has them. Rows are padded on the left, so that responses end together; the loss mask excludes
     what the policy did not write.
     """
-    ids_BT = data["sequences"]
-    loss_mask_BR = data["loss_mask"].bool() & data["response_mask"].bool()
-    before = ids_BT.shape[1] - loss_mask_BR.shape[1]
-    written_BT = F.pad(loss_mask_BR, (before, 0))
+    written_BR = data["loss_mask"].bool() & data["response_mask"].bool()
     logprobs_BR = data.get("action_log_probs")
-    logprobs_BT = None if logprobs_BR is None else F.pad(logprobs_BR, (before, 0))
-    return response_rows(ids_BT, data["attention_mask"], written_BT, logprobs_BT)
+    return masked_rows(data["sequences"], data["attention_mask"], written_BR, logprobs_BR)
 
 
 def unsupported(cfg: Any) -> dict[str, bool]:
@@ -117,7 +123,8 @@ def tapped(
         top_p, top_k: how the rollouts are sampled. A worker's configuration has only the
             temperature.
     """
-    ours = {"_medusa_secrets": secrets or {}, "_medusa_top": (top_p, top_k)}
+    sampling = {"top_p": top_p, "top_k": top_k}
+    ours = {"_medusa_secrets": secrets or {}, "_medusa_sampling": sampling}
     return type(f"Tapped{worker.__name__}", (TappedPolicyWorker, worker), ours)
 
 

@@ -52,6 +52,7 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
         # Checked before vLLM starts, which takes long.
         _refuse(arguments)
         self.attachment = attachment
+        self.told_of_images = False
         # vLLM's CPU build packs its weights; TRL's sync, one parameter at a time, can't refill
         # them.
         self.packed_weights = is_cpu_build()
@@ -108,9 +109,20 @@ class MedusaGeneration(vllm_generation.VLLMGeneration):
         training = bool(self.model.training)
         with self.attachment.generation(self.sampling(num_generations)) as generated:
             answer = super().generate(prompts, images, num_generations, profiler)
-            if training and images is None:
+            if training and images is not None:
+                self._tell_of_images()
+            elif training:
                 generated.append(Generated(prompts, answer[1], _sampled(answer[2])))
         return answer
+
+    def _tell_of_images(self) -> None:
+        if not self.told_of_images:
+            self.told_of_images = True
+            logger.warning(
+                "The heads learn nothing from rollouts with images: TRL's rows are known by their"
+                " tokens alone. The engine drafts in them all the same. Train heads on text, or"
+                " leave `medusa` out."
+            )
 
     def sampling(self, num_generations: int) -> Sampling:
         """This generation's sampling in our form."""

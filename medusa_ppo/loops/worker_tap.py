@@ -1,19 +1,27 @@
-"""Shared by policy workers of Ray loops (SkyRL, NeMo-RL) that tap their own training pass: the
-companion's address, and rows from padded batches; and the environment variables that a loop's
+"""Shared by policy workers of Ray loops that tap their own passes for a stand-alone companion: its
+address, a worker's tap, and rows from padded batches; and the environment variables that a loop's
 driver hands on to its workers and engines.
 
-The update's pass is tapped, not the log-prob pass: every algorithm has the former, and its batch
-marks the response's tokens. Every worker has a tap; the first one sends the tables.
+In SkyRL, NeMo-RL and OpenRLHF the update's pass is tapped, not the log-prob pass: every algorithm
+has the former, and its batch marks the response's tokens. Every worker has a tap; the first one
+sends the tables.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from heads.errors import ConfigError
+
+if TYPE_CHECKING:
+    from medusa_ppo.loops.tap import CompanionTap
 
 COMPANION = "MEDUSA_PPO_COMPANION"
 """Environment variable with the companion's address."""
@@ -38,6 +46,27 @@ def companion_address() -> str:
             " each node).",
         )
     return address
+
+
+def own_tap(worker: Any, model: nn.Module, **how: Any) -> CompanionTap:
+    """A worker's tap, made at its first pass: loops load the model in a separate call, after the
+    constructor.
+
+    Args:
+        worker: keeps the tap.
+        how: as for CompanionTap.
+
+    Raises:
+        ConfigError: the environment has no address of a companion.
+        CompanionError, ModelError: as `CompanionTap`.
+    """
+    if "_medusa_tap" not in vars(worker):
+        # verl imports this file in each of its processes, and most have no tap.
+        from medusa_ppo.loops.tap import CompanionTap
+
+        worker._medusa_tap = CompanionTap(model, companion_address(), **how)
+    tap: CompanionTap = worker._medusa_tap
+    return tap
 
 
 def own_variables() -> dict[str, str]:
@@ -95,3 +124,30 @@ def response_rows(
         responses.append(tokens[-count:])
         logprobs.append(given_T[real_T][-count:])
     return prompts, responses, None if logprobs_BT is None else logprobs
+
+
+def masked_rows(
+    ids_BT: torch.Tensor,
+    real_BT: torch.Tensor,
+    written_BR: torch.Tensor,
+    logprobs_BR: torch.Tensor | None = None,
+) -> Rows:
+    """`response_rows` of a batch whose last columns alone have a mask and log-probs; written_BR:
+    true where the policy wrote the token.
+    """
+
+    def wide(values_BR: torch.Tensor) -> torch.Tensor:
+        return F.pad(values_BR, (ids_BT.shape[1] - values_BR.shape[1], 0))
+
+    logprobs_BT = None if logprobs_BR is None else wide(logprobs_BR)
+    return response_rows(ids_BT, real_BT, wide(written_BR), logprobs_BT)
+
+
+def joined_rows(parts: Sequence[Rows]) -> Rows:
+    """All rows of some batches. Log-probs are known if each batch has them, with rows or without:
+    all ranks must come to the same answer.
+    """
+    prompts, responses = ([row for part in parts for row in part[side]] for side in (0, 1))
+    if any(part[2] is None for part in parts):
+        return prompts, responses, None
+    return prompts, responses, [row for part in parts for row in part[2] or ()]

@@ -30,7 +30,8 @@ from medusa_ppo.config.run_config import build_config
 from medusa_ppo.feeds.http_feed import FEED_TOKEN
 from medusa_ppo.loops import openrlhf as ours
 from medusa_ppo.loops.loop_versions import CHECKED, require_loop
-from medusa_ppo.loops.worker_tap import COMPANION
+from medusa_ppo.loops.remote import RemoteAttachment
+from medusa_ppo.loops.worker_tap import COMPANION, masked_rows
 from medusa_ppo.plugin.medusa_plugin import heads_for_table
 from medusa_ppo.vllm_plugin.speculation import FEED
 
@@ -183,7 +184,7 @@ class NotedAttachment:
     """In the place of RemoteAttachment, which starts a companion: what it is told."""
 
     def __init__(self) -> None:
-        self.plugin = Namespace(exposed=contextlib.nullcontext)
+        self.plugin = Namespace(exposed=contextlib.nullcontext, wanted_rows=lambda: None)
         self.told: list[tuple[str, Any]] = []
 
     def start(self, version: int = 0) -> None:
@@ -192,6 +193,8 @@ class NotedAttachment:
     def updated(self, version: int) -> None:
         self.told.append(("updated", version))
 
+    scoring = RemoteAttachment.scoring
+
     def scored(self, taken: Any) -> None:
         self.told.append(("scored", taken))
 
@@ -199,8 +202,6 @@ class NotedAttachment:
         return 1000
 
     def attach(self, call: Any, counters: Any) -> None: ...
-
-    def wanted_rows(self) -> None: ...
 
     def synced(self, *, lost_heads: bool) -> None: ...
 
@@ -340,7 +341,7 @@ def test_the_drivers_variables_reach_workers_and_engines(monkeypatch: pytest.Mon
     monkeypatch.setattr(ours.plain_class(vllm_engine.RolloutRayActor), "__init__", start)
     elsewhere()
     asyncio.run(engine_class.__init__(object.__new__(engine_class)))
-    monkeypatch.setattr(ours, "CompanionTap", NotedTap)
+    monkeypatch.setattr("medusa_ppo.loops.tap.CompanionTap", NotedTap)
     monkeypatch.setattr(ours.plain_class(ppo_actor.PolicyModelActor), "fit", lambda self, kl: {})
     elsewhere()
     worker = object.__new__(policy_class)
@@ -375,9 +376,12 @@ def test_rows_are_those_of_openrlhfs_own_experiences():
     """
     sequences = torch.tensor([[5, 6, 1, 2, 0], [7, 3, 9, 4, 8]])
     attention = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
+    # `actions[b, i]` belongs to token i + 1 of the row.
     actions = torch.tensor([[0, 1, 1, 0], [1, 0, 1, 1]])
-    rows, spans = ours.rows_of(sequences, actions, attention)
-    assert rows == [([5, 6], [1, 2])] and spans == [(0, 1, 3)]
+    logprobs_BR = -torch.arange(8.0).view(2, 4)
+    prompts, answers, logprobs = masked_rows(sequences, attention, actions, logprobs_BR)
+    assert (prompts, answers) == ([[5, 6]], [[1, 2]])
+    assert [values.tolist() for values in logprobs or []] == [[-1.0, -2.0]]
 
 
 class EngineWrapper(torch.nn.Module):

@@ -132,7 +132,7 @@ def test_the_sampling_of_its_rollouts_reaches_the_tap(monkeypatch: pytest.Monkey
     monkeypatch.setattr(main_base, "BasePPOExp", lambda cfg: experiment)
     ours._run(cfg, {COMPANION_TOKEN: "a secret of this test"})
     kind, running = made
-    assert running is kind and kind._medusa_top == (0.9, 20)
+    assert running is kind and kind._medusa_sampling == {"top_p": 0.9, "top_k": 20}
     assert kind._medusa_secrets == {COMPANION_TOKEN: "a secret of this test"}
 
 

@@ -161,12 +161,23 @@ def test_the_trainers_hooks_are_called_in_the_order_that_we_need(ours: Any):
 
 def test_a_validation_is_forgotten(ours: Any) -> None:
     trainer = object.__new__(ours.MedusaPPOTrainerSync)
-    trainer.medusa = None
-    trainer.on_validate_end()
     forgotten: list[bool] = []
     trainer.medusa = SimpleNamespace(forget_generated=lambda: forgotten.append(True))
     trainer.on_validate_end()
     assert forgotten == [True]
+
+
+def test_without_heads_the_trainer_is_verls_own(ours: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Theirs:
+        def __init__(self, config: Any) -> None:
+            self.config = config
+
+    monkeypatch.setattr(ours, "PPOTrainerSync", Theirs)
+    off = {"companion": {"enabled": False}, "engine": {"num_drafts": 0}}
+    config = verl_config(medusa=off)
+    config.trainer.v1.trainer_mode = "medusa_sync"
+    trainer = ours.MedusaPPOTrainerSync(config)
+    assert type(trainer) is Theirs and trainer.config.trainer.v1.trainer_mode == "sync"
 
 
 def test_the_worker_has_what_we_tap(ours: Any):
@@ -356,7 +367,7 @@ def test_no_more_states_are_kept_than_the_companion_takes(
     data = {"input_ids": nested(rows), "response_mask": nested([[1] * 24] * 100)}
     worker.medusa_expect(0)
     worker.compute_log_prob(data)
-    assert worker._medusa_tap is None, "the companion rests"
+    assert "_medusa" not in vars(worker), "the companion rests"
     worker.medusa_expect(1000)
     worker.compute_log_prob(data)
     batch = worker.medusa_take(0, None).batch
@@ -432,6 +443,27 @@ def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(
     with pytest.raises(ConfigError, match="settings of verl") as error:
         ours.MedusaPPOTrainerSync(config)
     assert next(iter(change)).split("__")[-1] in str(error.value)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_engines_of_another_node_are_told_where_to_find_heads(
+    alone: bool, ours: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One node with GPUs, and Ray's head without: heads were in the head's own /dev/shm."""
+
+    class Made(Exception):
+        pass
+
+    def make(*args: Any, several_nodes: bool) -> None:
+        raise Made(several_nodes)
+
+    monkeypatch.setattr(ours, "on_one_node", lambda: alone)
+    monkeypatch.setattr(ours, "RemoteAttachment", make)
+    config = verl_config(medusa={"heads": {"num_heads": 2}}, trainer__nnodes=1)
+    config.trainer.v1.trainer_mode = "medusa_sync"
+    with pytest.raises(Made) as made:
+        ours.MedusaPPOTrainerSync(config)
+    assert made.value.args == (not alone,)
 
 
 def test_engine_arguments_are_spread_last_and_become_flags():

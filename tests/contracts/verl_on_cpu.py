@@ -9,6 +9,7 @@ platform is verl's own seam for other accelerators.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import types
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 PLATFORM = "medusa-test-cpu"
+ENGINE = "vllm.v1.engine.async_llm"
 EXTENSION = "verl.workers.rollout.vllm_rollout.utils"
 REPLACED = {
     "verl.plugin.platform.PlatformCUDA": (
@@ -33,6 +35,10 @@ REPLACED = {
     "verl...vLLMColocateWorkerExtension.update_weights_from_ipc": (
         "verl's own receiver; what came is loaded by vLLM's reload_weights, because its CPU build"
         " packs its weights"
+    ),
+    "vllm...AsyncLLM.pause_generation": (
+        "where vLLM has no `wait_for_inflight_requests` any more (0.32; verl 0.9 is made for 0.24):"
+        " `mode`, which took its place. Not for want of CUDA"
     ),
 }
 
@@ -56,6 +62,21 @@ def load_by_vllm(
 
 def _replace_loading() -> None:
     sys.modules[EXTENSION].vLLMColocateWorkerExtension.update_weights_from_ipc = load_by_vllm
+
+
+def _replace_pause() -> None:
+    engine = sys.modules[ENGINE].AsyncLLM
+    pause = engine.pause_generation
+    if "wait_for_inflight_requests" in inspect.signature(pause).parameters:
+        return
+
+    async def pause_generation(
+        self: Any, *, wait_for_inflight_requests: bool = False, clear_cache: bool = True
+    ) -> None:
+        mode = "wait" if wait_for_inflight_requests else "abort"
+        await pause(self, mode=mode, clear_cache=clear_cache)
+
+    engine.pause_generation = pause_generation
 
 
 def compute_score(
@@ -140,6 +161,7 @@ def _install() -> None:
     sys.meta_path.insert(
         0, AfterImport(EXTENSION, _replace_loading)
     )  # Later, because vLLM takes long to import.
+    sys.meta_path.insert(0, AfterImport(ENGINE, _replace_pause))
 
 
 _install()

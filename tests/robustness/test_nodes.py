@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from medusa_ppo.companion.companion_link import COMPANION_TOKEN
+from medusa_ppo.companion.companion_link import COMPANION_TOKEN, STATUS
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.feeds.http_feed import FEED_TOKEN
 from medusa_ppo.loops.worker_tap import COMPANION
@@ -405,6 +405,18 @@ def check_fed(said: str, address: str) -> None:
     assert versions and int(versions[-1]) > 0
 
 
+def companion_status(node: Any, address: str) -> dict[str, Any]:
+    """What a companion has done so far, asked on a node that reaches it."""
+    code = (
+        "import sys, urllib.request as web\n"
+        "asked = web.Request(sys.argv[1], headers={'Authorization': sys.argv[2]})\n"
+        "print(web.urlopen(asked, timeout=60).read().decode())"
+    )
+    words = [f"{address}/{STATUS}", f"Bearer {ENVIRONMENT[COMPANION_TOKEN]}"]
+    found: dict[str, Any] = json.loads(node.run(sys.executable, "-S", "-c", code, *words))
+    return found
+
+
 def check_called(run: list[dict[str, Any]], left: str) -> None:
     """The steps of a run whose trainer gives its engines heads: they drafted more at its end, and
     the other node's /dev/shm (`left`) has nothing of it.
@@ -426,12 +438,14 @@ def verl_settings(verl: ModuleType, mode: str) -> dict[str, Any]:
         if not name.startswith("+ray_kwargs")
     }
     speculative = "+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config"
+    served = {
+        f"{speculative}.method": "medusa",
+        f"{speculative}.model": "/tmp/heads",
+        f"{speculative}.num_speculative_tokens": 3,
+    }
     heads = {
-        "sync": {
-            f"{speculative}.method": "medusa",
-            f"{speculative}.model": "/tmp/heads",
-            f"{speculative}.num_speculative_tokens": 3,
-        },
+        "sync": served,
+        "colocate_async": served,
         "medusa_sync": {
             **{name: value for name, value in theirs.items() if name.startswith("+medusa")},
             "+medusa.companion.num_gpus": 0,
@@ -457,13 +471,13 @@ def verl_settings(verl: ModuleType, mode: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(TRAINING_S + 900)
-@pytest.mark.parametrize("mode", ["sync", "medusa_sync"])
+@pytest.mark.parametrize("mode", ["sync", "medusa_sync", "colocate_async"])
 def test_verl_trains_on_two_nodes(nodes_module: ModuleType, chain_actor: Path, mode: str) -> None:
-    """The real verl, synchronously, with a worker (FSDP2 over gloo) and a vLLM server on each node.
+    """The real verl, with a worker (FSDP2 over gloo) and a vLLM server on each node.
 
-    sync: verl's own trainer. Both workers are tapped for a companion on the first node, and both
-    servers load what its feed has, over HTTP. medusa_sync: ours, whose heads reach the other node
-    through Ray. In the environment of verl: make test-contracts LOOP=verl.
+    sync, colocate_async: verl's own trainers. Both workers are tapped for a companion on the first
+    node, and both servers load what its feed has, over HTTP. medusa_sync: ours, whose heads reach
+    the other node through Ray. In the environment of verl: make test-contracts LOOP=verl.
     """
     pytest.importorskip("verl", reason="verl has an environment of its own: make test-contracts")
     from tests.contracts import test_verl_training as verl
@@ -483,7 +497,8 @@ def test_verl_trains_on_two_nodes(nodes_module: ModuleType, chain_actor: Path, m
         cluster = Cluster(nodes, chain_actor, cpus=16, gpus=(1, 1), environment=every_process)
         verl.words(nodes.shared)
         command_only = {"RAY_ADDRESS": f"{head.address}:{RAY_PORT}", "RAY_DEDUP_LOGS": "0"}
-        if mode == "sync":
+        status: dict[str, Any] = {}
+        if mode != "medusa_sync":
             # Beside its tokens, Ray knows nothing of ours; the hook hands the addresses on.
             companion, feed = serve_companion(head, head.address, epochs=8)
             command_only |= {COMPANION: companion, FEED: feed}
@@ -494,6 +509,8 @@ def test_verl_trains_on_two_nodes(nodes_module: ModuleType, chain_actor: Path, m
             cluster.until("(TaskRunnerV1 pid=")
         cluster.loop_ends(TRAINING_S)
         said = (head.tmp / "loop.log").read_text(errors="replace")
+        if mode != "medusa_sync":
+            status = companion_status(head, companion)
         left = other.run("ls", "/dev/shm")
         steps = [json.loads(row)["data"] for row in (nodes.shared / "verl.jsonl").open()]
         run = read_run(nodes.shared / "run" / "medusa").steps if mode == "medusa_sync" else []
@@ -505,28 +522,40 @@ def test_verl_trains_on_two_nodes(nodes_module: ModuleType, chain_actor: Path, m
     print("tokens a step, by vLLM's log:", lengths)
     assert not re.search(r"\(TaskRunnerV1 pid=\d+, ip=", said), "the loop is on the first node"
     assert len(steps) == VERL_STEPS
-    # Both engines had the weights of the step: answers have the probabilities that verl scores.
-    assert max(step["training/rollout_probs_diff_mean"] for step in steps) < 1e-3
+    if mode == "colocate_async":
+        # Some answers were written by a version of the actor that was not the newest.
+        worst = "training/off_policy/trajectory_staleness_worst/max"
+        assert max(step[worst] for step in steps) >= 1
+    else:
+        # Both engines had the weights of the step: answers have the probabilities that verl scores.
+        assert max(step["training/rollout_probs_diff_mean"] for step in steps) < 1e-3
     # Heads that have learned nothing draft nothing.
     for found in lengths.values():
         assert found and sum(found[-3:]) / len(found[-3:]) > 1.5, lengths
-    if mode == "sync":
-        check_fed(said, other.address)
-    else:
+    if mode == "medusa_sync":
         check_called(run, left)
+        return
+    check_fed(said, other.address)
+    # Those that it asked for, and those that the taps left out.
+    learned = (status["trained_tokens"] + status["positions_left_out"]) / status["batches_trained"]
+    whole = verl.PROMPTS * verl.RESPONSES * verl.TOKENS
+    print(f"positions of a batch: {learned:.0f} of {whole}, status:", status)
+    assert learned > 0.6 * whole, "more than one worker has"
+    assert not status["error"]
 
 
 @pytest.mark.timeout(TRAINING_S + 900)
-@pytest.mark.parametrize("feed", ["http", "call"])
+@pytest.mark.parametrize("feed", ["http", "call", "async"])
 def test_openrlhf_trains_on_two_nodes(
     nodes_module: ModuleType, chain_actor: Path, feed: str
 ) -> None:
-    """The real OpenRLHF, synchronously: a DeepSpeed worker and two engines, on a node with one GPU
-    and one with two, which are not there. So at least one engine is on the second.
+    """The real OpenRLHF: a DeepSpeed worker and two engines, on a node with one GPU and one with
+    two, which are not there. So at least one engine is on the second.
 
     http: the worker is tapped for a companion on the first node, and the engines load what its feed
-    has. call: our trainer gives them its heads, through Ray. In the environment of OpenRLHF: make
-    test-contracts LOOP=openrlhf.
+    has. async: the same, with OpenRLHF's asynchronous trainer and partial rollouts. call: our
+    trainer gives them its heads, through Ray. In the environment of OpenRLHF: make test-contracts
+    LOOP=openrlhf.
     """
     pytest.importorskip(
         "openrlhf", reason="openrlhf has an environment of its own: make test-contracts"
@@ -540,8 +569,10 @@ def test_openrlhf_trains_on_two_nodes(
         "GLOO_SOCKET_IFNAME": "cable",
         "VLLM_LOGGING_LEVEL": "INFO",
     }
+    served = openrlhf.SERVED.replace("HEADS", "/tmp/heads")
     ours = {
-        "http": openrlhf.SERVED.replace("HEADS", "/tmp/heads"),
+        "http": served,
+        "async": served,
         "call": openrlhf.MEDUSA.replace(
             "companion: {", "companion: {num_gpus: 0, resource: head, "
         ),
@@ -551,13 +582,15 @@ def test_openrlhf_trains_on_two_nodes(
     words += ["--vllm.num_engines", "2", "--train.num_episodes", str(openrlhf.EPISODES)]
     # Faster, and it writes any word in any place before the last step.
     words += ["--actor.adam.lr", "3e-4"]
+    if feed == "async":
+        words += ["--train.async_enable", "--train.partial_rollout_enable"]
     with nodes_module.separate_nodes() as nodes:
         head, other = nodes.head, nodes.other
         cluster = Cluster(nodes, chain_actor, cpus=8, gpus=(1, 2), environment=every_process)
         openrlhf.words(nodes.shared)
         (head.tmp / "heads.yaml").write_text(ours[feed])
         command_only = {"RAY_ADDRESS": f"{head.address}:{RAY_PORT}", "RAY_DEDUP_LOGS": "0"}
-        if feed == "http":
+        if feed != "call":
             companion, address = serve_companion(head, head.address, epochs=8)
             command_only |= {COMPANION: companion, FEED: address}
             shutil.copytree(head.tmp / "heads", other.tmp / "heads")
@@ -568,8 +601,12 @@ def test_openrlhf_trains_on_two_nodes(
         left = other.run("ls", "/dev/shm")
         run = read_run(nodes.shared / "run" / "medusa").steps if feed == "call" else []
     assert re.search(rf"RolloutActor pid=\d+, ip={re.escape(other.address)}\)", said), said[-6000:]
-    if feed == "http":
-        print(companion_said)
-        check_fed(said, other.address)
-    else:
+    if feed == "call":
         check_called(run, left)
+        return
+    print(companion_said)
+    check_fed(said, other.address)
+    if feed == "async":
+        # The two halves of OpenRLHF's asynchronous trainer.
+        for half in ("TrainingActor", "GenerateSamplesActor"):
+            assert f"({half} pid=" in said, said[-6000:]

@@ -34,7 +34,7 @@ from medusa_ppo.loops.loop_versions import require_loop
 from medusa_ppo.loops.passes import Row
 from medusa_ppo.loops.remote import refuse
 from medusa_ppo.loops.tap import CompanionTap
-from medusa_ppo.loops.worker_tap import companion_address
+from medusa_ppo.loops.worker_tap import own_tap
 
 FSDP = ("fsdp", "fsdp2")
 
@@ -155,33 +155,29 @@ def _sides(rows: list[Row]) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
 
 
 def _tap_of(worker: Any) -> CompanionTap:
-    """The tap of a rank, made at the first pass: verl builds the model in a separate call, after
-    the constructor.
+    """The tap of a rank.
 
     Raises:
         ConfigError: settings that a tap can't be combined with.
         CompanionError, ModelError: as `CompanionTap`.
     """
-    tap = vars(worker).get("medusa_tap")
-    if tap is None:
-        strategy = worker.config.actor.strategy
-        refuse(
-            "verl",
-            {
-                f"actor_rollout_ref.actor.strategy={strategy} (not {' or '.join(FSDP)})": (
-                    strategy not in FSDP
-                ),
-                **unsupported_actor(worker.config),
-            },
-        )
-        sampling = sampling_of(worker.config.rollout)
-        engine = worker.actor.engine
-        tap = worker.medusa_tap = CompanionTap(
-            engine.module,
-            companion_address(),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            reading=functools.partial(on_device, engine),
-        )
-    return tap
+    strategy = worker.config.actor.strategy
+    refuse(
+        "verl",
+        {
+            f"actor_rollout_ref.actor.strategy={strategy} (not {' or '.join(FSDP)})": (
+                strategy not in FSDP
+            ),
+            **unsupported_actor(worker.config),
+        },
+    )
+    sampling = sampling_of(worker.config.rollout)
+    engine = worker.actor.engine
+    return own_tap(
+        worker,
+        engine.module,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        reading=functools.partial(on_device, engine),
+    )

@@ -25,6 +25,7 @@ Shape letters: T tokens of a row, D hidden.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import Iterator
@@ -47,15 +48,17 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 from heads.errors import ConfigError
 from medusa_ppo.actors.hf import HFActor
 from medusa_ppo.companion.wire import WantedRows
+from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.loops.attachment import as_config
 from medusa_ppo.loops.loop_versions import require_loop
 from medusa_ppo.loops.passes import PassTap, RowTap
 from medusa_ppo.loops.remote import (
+    GatheredActor,
     RemoteAttachment,
     Tables,
     Taken,
-    WorkerTables,
+    TappedRank,
     call_all,
     refuse,
     sum_counters,
@@ -69,6 +72,7 @@ from medusa_ppo.loops.verl.verl_tap import (
     unsupported_actor,
 )
 from medusa_ppo.loops.worker_tap import COMPANION
+from medusa_ppo.runtime.processes import on_one_node
 from medusa_ppo.vllm_plugin.speculation import FEED
 
 logger = logging.getLogger(__name__)
@@ -84,26 +88,43 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
     log-prob pass.
     """
 
-    _medusa_tap: RowTap | None = None
-    _medusa_tables: WorkerTables | None = None
     _medusa_rows: int = 0
+
+    @functools.cached_property
+    def _medusa(self) -> TappedRank:
+        # Made when it is first needed: a separate call builds the engine, after the constructor.
+        engine = self.actor.engine
+        tap = engine_tap(engine, self.config)
+        actor: GatheredActor
+        if isinstance(tap, MegatronEngineTap):
+            actor = tap.actor
+        else:
+            actor = HFActor(engine.module, reports=self.rank == 0)
+        return TappedRank(tap, actor, functools.partial(on_device, engine))
+
+    @property
+    def _tapped(self) -> bool:
+        return bool(self.actor.engine.get_data_parallel_rank() == 0)
+
+    @property
+    def _gathers(self) -> bool:
+        """Whether tables are gathered with this rank: with Megatron by the tapped replica alone."""
+        return self._tapped or self.config.actor.strategy != MEGATRON
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
     def compute_log_prob(self, data: Any) -> Any:
         # One replica's rows are enough for heads; gathering all would cost the loop bandwidth.
-        if not self._medusa_rows or self.actor.engine.get_data_parallel_rank() != 0:
+        if not self._medusa_rows or not self._tapped:
             return super().compute_log_prob(data)
-        # Created at the first pass: a separate call builds the engine, after the constructor.
-        if self._medusa_tap is None:
-            self._medusa_tap = engine_tap(self.actor.engine, self.config)
+        tap = self._medusa.tap
         rows, kept = rows_of(data)
-        self._medusa_tap.expect(sum(len(answer) for _, answer in rows), self._medusa_rows)
-        with self._medusa_tap.watch(rows):
+        tap.expect(sum(len(answer) for _, answer in rows), self._medusa_rows)
+        with tap.watch(rows):
             output = super().compute_log_prob(data)
         # Ranks that do not report have no output.
         if output is not None:
             logprobs = response_logprobs(output["log_probs"], data["response_mask"])
-            self._medusa_tap.add_logprobs([logprobs[i] for i in kept])
+            tap.add_logprobs([logprobs[i] for i in kept])
         return output
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -116,34 +137,12 @@ class MedusaActorRolloutRefWorker(ActorRolloutRefWorker):
         """What was tapped since the last call, and the rows that go with it; only on the rank that
         reports.
         """
-        tap = self._medusa_tap
-        batch = tap.take(policy_version) if tap is not None else None
-        tables = self._own_tables()
-        if tables is None:
-            return None
-        with on_device(self.actor.engine):
-            return tables.taken(batch, wanted)
+        return self._medusa.take(policy_version, wanted) if self._gathers else None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def medusa_tables(self) -> Tables | None:
         """lm_head and embedding, whole; only on the rank that reports."""
-        tables = self._own_tables()
-        if tables is None:
-            return None
-        with on_device(self.actor.engine):
-            return tables.whole()
-
-    def _own_tables(self) -> WorkerTables | None:
-        """None: the tables are gathered without this rank."""
-        if self.config.actor.strategy == MEGATRON:
-            # Only the tapped replica has a tap; nothing is sent between replicas.
-            tap: Any = self._medusa_tap
-            return WorkerTables(tap.actor) if tap is not None else None
-        if self._medusa_tables is None:
-            self._medusa_tables = WorkerTables(
-                HFActor(self.actor.engine.module, reports=self.rank == 0)
-            )
-        return self._medusa_tables
+        return self._medusa.whole() if self._gathers else None
 
 
 def engine_tap(engine: Any, config: Any) -> RowTap:
@@ -232,95 +231,89 @@ class MegatronEngineTap(RowTap):
 
 @register_trainer("medusa_sync")
 class MedusaPPOTrainerSync(PPOTrainerSync):
-    """verl's trainer, with the heads' companion beside it."""
+    """verl's trainer, with the heads' companion beside it; verl's own where they are off."""
 
-    def __init__(self, config: Any) -> None:
+    def __new__(cls, config: Any) -> Any:
         # Checked here rather than at import, because verl always imports this module.
         require_loop("verl")
-        medusa = as_config(
-            OmegaConf.to_container(config.get("medusa") or OmegaConf.create({}), resolve=True)
-        )
         with open_dict(config):
             # verl compares the mode's name in many places; ours is this mode.
             config.trainer.v1.trainer_mode = "sync"
-        self.medusa: RemoteAttachment | None = None
-        if medusa is not None:
-            refuse("verl", unsupported(config))
-            folder = Path(config.trainer.get("default_local_dir") or medusa.out) / "medusa"
-            self.medusa = RemoteAttachment(
-                medusa,
-                config.actor_rollout_ref.model.path,
-                folder,
-                several_nodes=int(config.trainer.nnodes) > 1,
-            )
-            configure(config, self.medusa)
-            RolloutReplicaRegistry.register("vllm", _load_replica)
+        return super().__new__(cls) if settings(config) is not None else PPOTrainerSync(config)
+
+    def __init__(self, config: Any) -> None:
+        medusa = settings(config)
+        assert medusa is not None, "else this object is verl's"
+        refuse("verl", unsupported(config))
+        folder = Path(config.trainer.get("default_local_dir") or medusa.out) / "medusa"
+        self.medusa = RemoteAttachment(
+            medusa,
+            config.actor_rollout_ref.model.path,
+            folder,
+            # Not verl's `trainer.nnodes`, the nodes with workers: Ray may put this process on
+            # one without a GPU (KubeRay's head), and every engine is then on another.
+            several_nodes=not on_one_node(),
+        )
+        configure(config, self.medusa)
+        RolloutReplicaRegistry.register("vllm", _load_replica)
         super().__init__(config)
 
     def _init_resource_pool_mgr(self) -> None:
         super()._init_resource_pool_mgr()
-        if self.medusa is not None:
-            for role in self.role_worker_mapping:
-                # verl names the role after the processes that it shares.
-                if str(role) in ACTOR_ROLES:
-                    self.role_worker_mapping[role] = ray.remote(MedusaActorRolloutRefWorker)
+        for role in self.role_worker_mapping:
+            # verl names the role after the processes that it shares.
+            if str(role) in ACTOR_ROLES:
+                self.role_worker_mapping[role] = ray.remote(MedusaActorRolloutRefWorker)
 
     def on_init_end(self) -> None:
         super().on_init_end()  # Wakes the engines and loads the actor's weights.
-        if self.medusa is not None:
-            servers = [
-                server
-                for replica in self.llm_server_manager.get_replicas()
-                for server in replica.servers
-            ]
-            self.medusa.attach(
-                lambda method, args: call_all(servers, method, args), lambda: sum_counters(servers)
-            )
-            self.medusa.start(self.global_steps)
-            # They have slept before, and verl's sleep throws the heads away with the weights.
-            self.medusa.synced(lost_heads=True)
+        servers = [
+            server
+            for replica in self.llm_server_manager.get_replicas()
+            for server in replica.servers
+        ]
+        self.medusa.attach(
+            lambda method, args: call_all(servers, method, args), lambda: sum_counters(servers)
+        )
+        self.medusa.start(self.global_steps)
+        # They have slept before, and verl's sleep throws the heads away with the weights.
+        self.medusa.synced(lost_heads=True)
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        if self.medusa is None:
-            return super()._compute_old_log_prob(batch, metrics)
         workers = self.actor_rollout_wg
-        wanted = self.medusa.generated(sampling_of(self.config.actor_rollout_ref.rollout))
-        with self.medusa.plugin.exposed():
-            workers.medusa_expect(wanted)
-        batch = super()._compute_old_log_prob(batch, metrics)
-        if wanted:
-            with self.medusa.plugin.exposed():
-                # verl counts steps from 1, and a step's rollouts come before its update.
-                taken = workers.medusa_take(self.global_steps - 1, self.medusa.wanted_rows())
-                self.medusa.scored(list(_each(taken)))
-        return batch
+        with self.medusa.scoring(
+            sampling_of(self.config.actor_rollout_ref.rollout),
+            # verl counts steps from 1, and a step's rollouts come before its update.
+            self.global_steps - 1,
+            workers.medusa_expect,
+            workers.medusa_take,
+        ):
+            return super()._compute_old_log_prob(batch, metrics)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         batch = super()._update_actor(batch, metrics)
-        if self.medusa is not None:
-            self.medusa.updated(self.global_steps)
-            metrics.update(self.medusa.figures())
+        self.medusa.updated(self.global_steps)
+        metrics.update(self.medusa.figures())
         return batch
 
     def on_step_end(self) -> None:
         super().on_step_end()
-        if self.medusa is not None:
-            self.medusa.synced(
-                lost_heads=bool(self.config.actor_rollout_ref.rollout.free_cache_engine)
-            )
+        self.medusa.synced(lost_heads=bool(self.config.actor_rollout_ref.rollout.free_cache_engine))
 
     def on_validate_end(self) -> None:
         super().on_validate_end()
-        if self.medusa is not None:
-            self.medusa.forget_generated()
+        self.medusa.forget_generated()
 
     def fit(self, agent_loop_manager: Any) -> None:
-        if self.medusa is None:
-            super().fit(agent_loop_manager)
-            return
         with self.medusa.training() as tables:
             super().fit(agent_loop_manager)
-            tables.extend(_each(self.actor_rollout_wg.medusa_tables()))
+            tables.extend(self.actor_rollout_wg.medusa_tables())
+
+
+def settings(config: Any) -> RunConfig | None:
+    """What verl's configuration says of the heads; None: they are switched off."""
+    section = config.get("medusa") or OmegaConf.create({})
+    return as_config(OmegaConf.to_container(section, resolve=True))
 
 
 def unsupported(config: Any) -> dict[str, bool]:
@@ -372,16 +365,14 @@ def unsupported(config: Any) -> dict[str, bool]:
 
 def configure(config: Any, medusa: RemoteAttachment) -> None:
     """Write what vLLM and the workers need into verl's own configuration."""
-    with open_dict(config):
-        rollout = config.actor_rollout_ref.rollout
-        kwargs = OmegaConf.to_container(
-            rollout.get("engine_kwargs") or OmegaConf.create({}), resolve=True
-        )
-        assert isinstance(kwargs, dict)
-        kwargs["vllm"] = {**(kwargs.get("vllm") or {}), **medusa.arguments(WORKER_EXTENSION)}
-        rollout.engine_kwargs = kwargs
-        config.actor_rollout_ref.medusa_bytes = medusa.config.companion.queue_bytes
-        config.actor_rollout_ref.medusa_ahead = medusa.config.heads.num_heads
+    part = config.actor_rollout_ref
+    given = {
+        "rollout.engine_kwargs.vllm": medusa.arguments(WORKER_EXTENSION),
+        "medusa_bytes": medusa.config.companion.queue_bytes,
+        "medusa_ahead": medusa.config.heads.num_heads,
+    }
+    for key, value in given.items():
+        OmegaConf.update(part, key, value, force_add=True)
 
 
 def _load_replica() -> type[Any]:
@@ -390,11 +381,3 @@ def _load_replica() -> type[Any]:
     from medusa_ppo.loops.verl.verl_server import MedusaReplica
 
     return MedusaReplica
-
-
-def _each(answers: Any) -> Iterator[Any]:
-    """A worker group returns a list (or, from rank 0 alone, the value itself)."""
-    if isinstance(answers, list):
-        yield from answers
-    else:
-        yield answers

@@ -349,5 +349,31 @@ def test_rows_that_were_cut_up_are_refused(model: LlamaForCausalLM):
             model(input_ids=ids, position_ids=positions)
 
 
+def test_a_loop_that_makes_no_pass_is_told_once(
+    model: LlamaForCausalLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    """OpenRLHF's dynamic batches leave out what does not fill one: that ended the training."""
+    tap = PassTap(model, Sampling(), 2**20, 2)
+    for _ in range(2):
+        with tap.watch(ROWS):
+            pass
+        tap.add_logprobs([torch.zeros(len(answer)) for _, answer in ROWS])
+        assert tap.take(5) is None
+    (record,) = caplog.records
+    assert "no pass went through" in record.message
+
+
 def test_spans_of_rows_without_any_mask():
     assert spans(torch.zeros(2, 3), None, None) == [(0, 0, 3), (1, 0, 3)]
+
+
+def test_spans_of_packed_rows_whose_positions_have_several_axes() -> None:
+    """verl gives M-RoPE models four planes, the text's first. All was one row, and the training
+    ended with advice about sequence parallelism.
+    """
+    text_N = torch.tensor([0, 1, 2, 0, 1])
+    positions = torch.stack([text_N, *[torch.arange(5) + 7] * 3])[:, None]
+    assert positions.shape == (4, 1, 5)
+    assert spans(torch.zeros(1, 5), None, positions) == [(0, 0, 3), (0, 3, 5)]
+    with pytest.raises(ConfigError, match=r"position_ids \(1, 4\)"):
+        spans(torch.zeros(1, 5), None, positions[0, :, :4])

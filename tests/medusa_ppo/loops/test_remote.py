@@ -168,7 +168,7 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
                 for v, (_, answer) in zip(logits[:, :-1].log_softmax(-1), rows, strict=True)
             ]
         )
-        taken = tables.taken(tap.take(step), attachment.wanted_rows())
+        taken = tables.taken(tap.take(step), attachment.plugin.wanted_rows())
         attachment.scored([None, taken])
         with torch.no_grad():
             actor.lm_head.weight.mul_(1.01)

@@ -23,6 +23,7 @@ import torch
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
+from heads.checkpoint import checksum, save_heads
 from heads.errors import (
     CheckpointError,
     CompanionError,
@@ -42,7 +43,9 @@ from medusa_ppo.engines.http_server import free_port
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.loops import served_companion
 from medusa_ppo.loops import tap as tap_module
+from medusa_ppo.loops.remote import read_tables
 from medusa_ppo.loops.tap import CompanionTap
+from medusa_ppo.plugin.medusa_plugin import heads_for_table
 from tests.medusa_ppo.loops.served_desk import ServedDesk, desk_config, served_desk
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -603,6 +606,42 @@ def published(folder: Path) -> list[float]:
     manifest = FolderFeed(folder).manifest()
     lengths = [v.judged.mean_acceptance_length for v in manifest.versions] if manifest else []
     return [length for length in lengths if length is not None]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("trained", [True, False])
+def test_trained_heads_are_in_the_feed_before_any_batch(
+    trained: bool, chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deep sleep took them from engines, and they came back with the first version that was
+    better than they: perhaps never. Untrained ones are no loss.
+    """
+    monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
+    lm_head_VD, _ = read_tables(str(chain_actor))
+    heads = heads_for_table(desk_config(tmp_path), lm_head_VD)
+    if trained:
+        for parameter in heads.blocks:
+            parameter.normal_(0, 0.1)
+    save_heads(tmp_path / "heads", heads, lm_head_VD=lm_head_VD)
+    feed = FolderFeed(tmp_path / "feed")
+    for _ in range(2):
+        with served_desk(chain_actor, tmp_path) as served:
+            manifest = feed.manifest()
+            assert (manifest is not None) == trained
+            if manifest is not None:
+                (version,) = manifest.versions
+                assert (version.version, version.checksum) == (1, checksum(heads.trainable_state()))
+                assert version.judged.mean_acceptance_length is None, "no gate has judged them"
+    if manifest is not None:
+        # What the gate lets through as the companion's first version.
+        with served_desk(chain_actor, tmp_path) as served:
+            service = served.desk._service
+            service._cycle.version = 1
+            service._cycle.serving.blocks[0].add_(0.1)
+            service._publish()
+            service._feed_newest()
+        manifest = feed.manifest()
+        assert manifest is not None and [v.version for v in manifest.versions] == [1, 2]
 
 
 @pytest.mark.slow

@@ -137,3 +137,25 @@ def test_heads_of_an_engine_that_sleeps_are_looked_at_awake_and_loaded_after_eac
     assert (roll_out(), roll_out()) == (3, 3)
     assert llm.drafted_by == [0, 0, 3, 3]
     attachment.end()
+
+
+def test_who_trains_with_images_is_told_once_that_heads_learn_nothing(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were left out without a word."""
+    answer = (None, [[7]], [[[-0.5]]])
+    monkeypatch.setattr(
+        module.vllm_generation.VLLMGeneration, "generate", lambda self, *given: answer
+    )
+    monkeypatch.setattr(MedusaGeneration, "sampling", lambda self, count: None)
+    generation = object.__new__(MedusaGeneration)
+    rows: list[Any] = []
+    generation.attachment = SimpleNamespace(generation=lambda _: contextlib.nullcontext(rows))
+    generation.mode, generation.told_of_images = "server", False
+    generation.model = SimpleNamespace(training=True)
+    for _ in range(2):
+        assert generation.generate([[5]], [["an image"]], 1) == answer
+    (record,) = caplog.records
+    assert "images" in record.message and not rows
+    generation.generate([[5]], None, 1)
+    assert len(rows) == len(caplog.records) == 1

@@ -5,6 +5,7 @@ own; NeMo-RL's was never run.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Iterator
@@ -148,6 +149,52 @@ def test_skyrls_update_is_tapped(
     worker._medusa_tap.close()
 
 
+class Batch(dict[str, torch.Tensor]):
+    """In the place of SkyRL's TrainingInputBatch."""
+
+    def __init__(self, step: int, data: dict[str, torch.Tensor]) -> None:
+        super().__init__(data)
+        self.metadata = {"global_step": step}
+
+
+class NotedTap:
+    """In the place of CompanionTap, to which a busy companion would say that it wants no rows."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def __call__(self, *rows: Any) -> contextlib.AbstractContextManager[None]:
+        self.calls.append(rows)
+        return contextlib.nullcontext()
+
+    def updated(self) -> None: ...
+
+
+def test_rows_are_tapped_in_the_first_of_skyrls_epochs(chain_actor: Path) -> None:
+    """With trainer.update_epochs_per_batch=2 heads learned from the same rows twice, and were
+    judged on what they had learned from.
+    """
+    worker = skyrl.tapped(SkyRLWorker)(load_actor(chain_actor))
+    worker._medusa_tap = tap = NotedTap()
+    ones = torch.ones(1, 3)
+
+    def mini_batch(step: int, response: list[int]) -> Batch:
+        whole = torch.tensor([[*PROMPT, *response]])
+        data = {"sequences": whole, "attention_mask": torch.ones_like(whole)}
+        return Batch(
+            step, data | {"response_mask": ones, "loss_mask": ones, "action_log_probs": -ones}
+        )
+
+    for step in (1, 2):
+        for _ in range(2):
+            for response in ([1, 2, 3], [4, 5, 6]):
+                worker.forward_backward(mini_batch(step, response))
+                worker.optim_step()
+    # In the second epoch all ranks meet in the tap as well, without rows.
+    assert [responses for _, responses, _ in tap.calls] == [[[1, 2, 3]], [[4, 5, 6]], [], []] * 2
+    assert all(logprobs is not None for *_, logprobs in tap.calls)
+
+
 class NemoWorker:
     """In the place of NeMo-RL's: its call, over a batch that is padded on the right."""
 
@@ -184,7 +231,7 @@ def test_nemo_rls_update_is_tapped(seen: list[RolloutBatch], chain_actor: Path) 
         "sample_mask": torch.tensor([1.0, 1.0, 0.0]),
         "prev_logprobs": -torch.arange(18.0).view(3, 6),
     }
-    assert worker.train(data, None, True) == "metrics" and worker._medusa_tap is None
+    assert worker.train(data, None, True) == "metrics" and "_medusa_tap" not in vars(worker)
     assert worker.train(data, None, gbs=3) == "metrics"
     assert worker._medusa_tap.drain(30) and not worker._medusa_tap.problem
     assert [batch.response_ids_M.tolist() for batch in seen] == [[*RESPONSE, 4, 9]]
