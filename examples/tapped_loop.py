@@ -2,8 +2,8 @@
 feed. The lines that a loop adds are marked.
 
     export MEDUSA_PPO_COMPANION_TOKEN=$(openssl rand -hex 32)
-    medusa-ppo companion serve --model ACTOR --heads heads/ --feed feed/ heads.num_heads=3 &
-    MEDUSA_PPO_FEED=feed/ python examples/tapped_loop.py ACTOR heads/ http://127.0.0.1:8461
+    medusa-ppo companion serve --model ACTOR --heads my-heads/ --feed feed/ heads.num_heads=3 &
+    MEDUSA_PPO_FEED=feed/ python examples/tapped_loop.py ACTOR my-heads/ http://127.0.0.1:8461
 
 With `ray` in place of the address, companion, feed and vLLM are actors of one Ray.
 """

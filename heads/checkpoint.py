@@ -47,6 +47,7 @@ __all__ = [
     "load_lm_head",
     "load_state",
     "new_directory",
+    "refuse_foreign_folder",
     "save_heads",
     "save_state",
 ]
@@ -118,13 +119,17 @@ def save_heads(
     """Write a heads directory; a reader sees the old one or the new one, never a mixture.
 
     Args:
-        path: the directory; replaced if it exists.
+        path: the directory; replaced if it is empty or holds heads.
         heads: the heads.
         lm_head_VD: the actor's lm_head, written in the heads' dtype. Stock vLLM needs it when the
             heads share it.
         metadata: JSON values to keep with the heads.
         version: heads version.
+
+    Raises:
+        CheckpointError: as `refuse_foreign_folder`.
     """
+    refuse_foreign_folder(path)
     state = heads.trainable_state()
     tensors = dict(state)
     lm_head_checksum = ""
@@ -148,6 +153,35 @@ def save_heads(
     with new_directory(path) as temporary:
         write_json(temporary / CONFIG_NAME, config)
         save_state(temporary / WEIGHTS_NAME, tensors)
+
+
+def refuse_foreign_folder(path: str | Path) -> None:
+    """Check that saving heads to `path` replaces nothing but heads: a whole folder is replaced, and
+    a user may have named one with other files by mistake.
+
+    Raises:
+        CheckpointError: something other than heads is there.
+    """
+    path = Path(path)
+    if not path.exists() or holds_heads(path) or (path.is_dir() and not any(path.iterdir())):
+        return
+    raise _damaged(
+        "The folder holds no heads." if path.is_dir() else "This is no folder.",
+        path,
+        "a native heads folder, an empty one, or one that does not exist yet",
+        "Name another: heads are saved only where they replace nothing else.",
+    )
+
+
+def holds_heads(path: Path) -> bool:
+    """Whether a folder has the configuration of native heads, valid or not."""
+    file = path / CONFIG_NAME
+    if not file.is_file():
+        return False
+    try:
+        return OWN_SECTION in parse_json(read_regular(file, MAX_CONFIG_BYTES), file)
+    except CheckpointError:
+        return False
 
 
 def _format_version(config: HeadsConfig, with_temperatures: bool) -> int:

@@ -74,29 +74,38 @@ def test_its_command_and_settings_exist(manifest: dict[str, Any]) -> None:
 
 
 def test_its_nodes_are_what_the_preset_asks_for(manifest: dict[str, Any]) -> None:
-    """Ray's resources, GPUs for every process, and one version of Ray."""
+    """Ray's resources, on the nodes that offer each GPUs for every process there, and one version
+    of Ray.
+    """
     _, config = settings(manifest)
     held: dict[str, float] = json.loads(manifest["spec"]["entrypointResources"])
     offered: dict[str, float] = {}
-    gpus = 0
+    gpus: dict[str, int] = {}
     for node in nodes(manifest):
         (container,) = node["template"]["spec"]["containers"]
         count = node.get("replicas", 1)
-        gpus += count * int(container["resources"]["limits"]["nvidia.com/gpu"])
         for name, amount in json.loads(
             json.loads(node["rayStartParams"].get("resources", '"{}"'))
         ).items():
             offered[name] = offered.get(name, 0) + count * amount
+            here = count * int(container["resources"]["limits"]["nvidia.com/gpu"])
+            gpus[name] = gpus.get(name, 0) + here
         mounts = {mount["name"] for mount in container["volumeMounts"]}
         assert mounts == {volume["name"] for volume in node["template"]["spec"]["volumes"]}
     assert {
         config.engine.resource,
         config.companion.resource,
     } <= offered.keys() and held.keys() <= offered.keys()
-    wanted = (
-        manifest["spec"]["entrypointNumGpus"] + config.engine.replicas + config.companion.num_gpus
-    )
-    assert gpus >= wanted
+    per_worker = config.companion.num_gpus
+    assert per_worker is not None, "the preset says it"
+    (entrypoint,) = held
+    wanted = {entrypoint: float(manifest["spec"]["entrypointNumGpus"])}
+    for resource, count in (
+        (config.engine.resource, config.engine.replicas * config.engine.tensor_parallel),
+        (config.companion.resource, config.companion.workers * per_worker),
+    ):
+        wanted[resource] = wanted.get(resource, 0) + count
+    assert {name: float(count) for name, count in gpus.items()} == wanted
     pinned = next(
         line
         for line in (ROOT / "requirements-cuda.txt").read_text().splitlines()

@@ -44,7 +44,7 @@ def serve(
     """Train heads on the data that a loop's taps send, and publish the better ones to a feed. The
     loop needs the same MEDUSA_PPO_COMPANION_TOKEN.
 
-    Example:  [bold]medusa-ppo companion serve --model models/actor --heads heads/ --feed feed/
+    Example:  [bold]medusa-ppo companion serve --model models/actor --heads my-heads/ --feed feed/
     heads.num_heads=3[/bold]
     """
     from medusa_ppo.config.run_config import load_config

@@ -181,7 +181,7 @@ def serve(
     """Run a vLLM server that drafts and accepts new heads, for a loop's server mode. All other
     options are passed on to vLLM.
 
-    Example:  [bold]medusa-ppo serve --model models/actor --heads heads/ --port 8000[/bold]
+    Example:  [bold]medusa-ppo serve --model models/actor --heads my-heads/ --port 8000[/bold]
     """
     from medusa_ppo.config.run_config import load_config
     from medusa_ppo.loops.remote import serve as become_server

@@ -19,7 +19,7 @@ import ray
 import torch
 from safetensors import safe_open
 
-from heads.checkpoint import save_heads, save_state
+from heads.checkpoint import refuse_foreign_folder, save_heads, save_state
 from heads.errors import ConfigError
 from medusa_ppo.actors.hf import (
     embedding_weight,
@@ -465,6 +465,7 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
     Raises:
         ConfigError: the address is not loopback and there is no token in the environment, so anyone
             who reaches it could replace the actor.
+        CheckpointError: the folder of the heads holds something else.
     """
     if host not in (HOST, "localhost", "::1") and not os.environ.get(TOKEN):
         raise ConfigError(
@@ -474,6 +475,7 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
             expected=f"{TOKEN}, the same for the server and the trainer",
             do=f"export {TOKEN}=$(openssl rand -hex 32) for both, or leave --host out.",
         )
+    refuse_foreign_folder(heads)
     # Existing heads are served as they are: a restart must not begin with new ones.
     if not (Path(heads) / "config.json").is_file():
         lm_head_VD, _ = read_tables(model)

@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from heads.checkpoint import load_heads, save_heads
+from heads.checkpoint import load_heads, refuse_foreign_folder, save_heads
 from heads.errors import CompanionError, ConfigError, DataError
 from medusa_ppo.companion.companion_link import RAY, open_link
 from medusa_ppo.companion.companion_server import CompanionServer, require_companion_token
@@ -54,7 +54,8 @@ def _arguments(
     Raises:
         ConfigError: no feed is given, or several workers are: only a run's own Ray can place them.
         FeedError: the feed belongs to another actor, or can't be reached.
-        ModelError, CheckpointError: as `read_tables` and `load_heads`.
+        ModelError, CheckpointError: as `read_tables` and `load_heads`, or the folder of the heads
+            holds something else.
     """
     section = config.companion
     if not section.feed:
@@ -71,6 +72,7 @@ def _arguments(
             expected="companion.workers=1",
             do="Leave companion.workers out.",
         )
+    refuse_foreign_folder(heads)
     lm_head_VD, embedding_VD = read_tables(model)
     if (heads / "config.json").is_file():
         vocab_size, hidden_size = lm_head_VD.shape
@@ -147,7 +149,7 @@ def serve_companion(
     Args:
         config: only `heads`, `companion`, `engine` (how it drafts) and `seed` are read.
         model: folder or hub name of the actor.
-        heads: folder of the heads that engines start with; created if it has none.
+        heads: folder of the heads that engines start with; made if it is empty or missing.
         out: folder of the run; None: keep nothing.
         say: called with a line about each version.
         started: called with the server before it answers.

@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from heads.checkpoint import refuse_foreign_folder
 from heads.errors import ConfigError, DataError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
@@ -35,6 +36,7 @@ from medusa_ppo.offline.collect import PROMPTS_PER_ROUND, chat_prompt, check_tem
 from medusa_ppo.offline.options import COMPANION, TrainOptions
 from medusa_ppo.reports.run_files import PROMPT_IDS, RESPONSE_IDS
 from medusa_ppo.runtime.data import Row, load_rows, render_prompts, require_column, stream_rows
+from medusa_ppo.runtime.files import LOCK_FILE
 from medusa_ppo.runtime.hardware import cpu_has_bfloat16
 from medusa_ppo.runtime.processes import local_ray
 from medusa_ppo.runtime.training_speed import matrix_rate, training_operations
@@ -52,6 +54,10 @@ DEFAULT_CONTEXT = 2048
 MESSAGES, PROMPT = "messages", "prompt"
 """Names of columns that are looked for if neither a template nor a column is given."""
 
+RESUME_FOLDER, MODEL_FOLDER = "resume", "model"
+"""Folders of `train` in OUT: an interrupted training, and a checkpoint of Megatron converted."""
+BEST_PREFIX = ".best-"
+"""Folders in OUT where the best heads are written before they replace the ones there."""
 STREAMED_SHARE = 16
 """From a streamed data set, as many prompts are read as are needed if a response has this many
 tokens. If responses turn out shorter, prompts are used again.
@@ -327,6 +333,21 @@ def running_engine(
         yield engine
 
 
+def refuse_foreign_out(out: Path) -> None:
+    """Check that heads trained into OUT replace no files but those of an earlier training.
+
+    Raises:
+        CheckpointError: it has other files, and neither heads nor an interrupted training.
+    """
+    if (out / RESUME_FOLDER).is_dir():
+        return
+    names = {path.name for path in out.iterdir()} if out.is_dir() else set()
+    # Of a training that was interrupted before it wrote more.
+    names -= {LOCK_FILE, MODEL_FOLDER}
+    if not all(name.startswith(BEST_PREFIX) for name in names) or not out.is_dir():
+        refuse_foreign_folder(out)
+
+
 def out_folder(out: Path) -> Path:
     """Create the output folder now, so that a path that can't be written fails before the work."""
     try:
@@ -390,6 +411,7 @@ def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
     """The rows that `--dry-run` prints, from configuration files and a moment of timed matrix
     products.
     """
+    refuse_foreign_out(options.out)
     options = replace(options, model=described_by(options.model))
     scene = train_scene(options)
     whole = AutoConfig.from_pretrained(options.model)

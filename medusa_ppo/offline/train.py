@@ -58,11 +58,15 @@ from medusa_ppo.offline.data_parallel import (
 )
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.scene import (
+    BEST_PREFIX,
     MAX_TEXT_TOKENS,
+    MODEL_FOLDER,
+    RESUME_FOLDER,
     Scene,
     compute_dtype,
     engine_config,
     out_folder,
+    refuse_foreign_out,
     running_engine,
     train_scene,
 )
@@ -70,7 +74,7 @@ from medusa_ppo.runtime.console import Advance, OfflineProgress
 from medusa_ppo.runtime.files import only_one_in, write_atomic
 from medusa_ppo.runtime.processes import StopSignals
 
-LOG_FILE, MODEL_FOLDER = "train.jsonl", "model"
+LOG_FILE = "train.jsonl"
 HOLDOUT_FRACTION = 0.1
 HOLDOUT_TOKENS = 16_384
 """Maximum tokens that heads are judged on: enough for two digits of acceptance, and no more work
@@ -85,8 +89,6 @@ SAVE_EVERY_S = 30.0
 # Compared like a setting, so that a folder in another release's format is refused.
 RESUME_FORMAT = 2
 POSITION = "position"
-BEST_PREFIX = ".best-"
-"""Folders in OUT where the best heads are written before they replace the ones there."""
 UNREADABLE, BEGIN_ANEW = "The interrupted training can't be read.", "Start over with --fresh."
 
 Line = dict[str, Any]
@@ -101,9 +103,10 @@ def train_heads(options: TrainOptions, progress: OfflineProgress) -> Line:
 
     Raises:
         ConfigError, ModelError, DataError: unusable options, model, data, template or column.
-        CheckpointError: the state of an interrupted training is damaged.
+        CheckpointError: the state of an interrupted training is damaged, or OUT has other files.
         RunError: another training writes into OUT.
     """
+    refuse_foreign_out(options.out)
     if options.workers > 1:
         gpus_for_workers(options.workers)
     scene = None
@@ -408,7 +411,7 @@ class ResumeFolder:
             CheckpointError: its settings can't be read.
         """
         self._out = out
-        self._folder = out / "resume"
+        self._folder = out / RESUME_FOLDER
         self._samples = self._folder / "samples.json"
         self._trainer = self._folder / "trainer.safetensors"
         self._settings = {"format_version": RESUME_FORMAT, **options.settings()}

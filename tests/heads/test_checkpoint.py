@@ -491,3 +491,20 @@ def test_a_folder_from_before_there_was_a_context_loads(tmp_path: Path) -> None:
     assert all(
         torch.equal(a, b) for a, b in zip(heads.parameters(), again.parameters(), strict=True)
     )
+
+
+def test_only_heads_are_replaced(tmp_path: Path) -> None:
+    """A whole folder is replaced: whatever else was in it would be gone."""
+    for file, text in (("thesis.txt", "work"), ("config.json", '{"model_type": "llama"}')):
+        (tmp_path / file).mkdir()
+        (tmp_path / file / file).write_text(text)
+        with pytest.raises(CheckpointError, match="holds no heads"):
+            save_heads(tmp_path / file, build("medusa"))
+        assert (tmp_path / file / file).read_text() == text
+    (tmp_path / "file").write_text("work")
+    with pytest.raises(CheckpointError, match="no folder"):
+        save_heads(tmp_path / "file", build("medusa"))
+    (tmp_path / "empty").mkdir()
+    for version in (1, 2):
+        save_heads(tmp_path / "empty", build("medusa"), version=version)
+        assert load_heads(tmp_path / "empty")[1].version == version

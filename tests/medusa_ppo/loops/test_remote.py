@@ -27,7 +27,7 @@ from heads.checkpoint import (
     load_heads,
     load_state,
 )
-from heads.errors import CompanionError, ConfigError, RunError, SavedStateError
+from heads.errors import CheckpointError, CompanionError, ConfigError, RunError, SavedStateError
 from medusa_ppo.actors import hf
 from medusa_ppo.actors.hf import HFActor, load_actor
 from medusa_ppo.companion.positions import ROW_BYTES
@@ -508,6 +508,21 @@ def test_settings_are_refused_by_name():
     with pytest.raises(ConfigError, match="a loop") as error:
         refuse("a loop", {"--one": False, "--two": True, "--three": True})
     assert "--two, --three" in str(error.value) and "--one" not in str(error.value)
+
+
+def test_a_server_does_not_replace_a_folder_of_something_else(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads are made in a folder without any, which replaces it whole: in a checkout `heads/` is
+    this package's source.
+    """
+    monkeypatch.setattr(os, "execvpe", lambda *arguments: pytest.fail("the server started"))
+    precious = tmp_path / "precious" / "thesis.txt"
+    precious.parent.mkdir()
+    precious.write_text("a year of work")
+    with pytest.raises(CheckpointError, match="holds no heads"):
+        serve(str(chain_actor), str(precious.parent), build_config({}), "127.0.0.1", [])
+    assert precious.read_text() == "a year of work"
 
 
 def test_a_server_is_started_with_heads_that_are_made_once(

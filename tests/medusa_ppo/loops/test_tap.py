@@ -565,6 +565,19 @@ def test_the_command_says_what_it_lacks(
         monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
 
 
+def test_a_companion_does_not_replace_a_folder_of_something_else(
+    chain_actor: Path, tmp_path: Path
+) -> None:
+    precious = tmp_path / "heads" / "thesis.txt"
+    precious.parent.mkdir()
+    precious.write_text("a year of work")
+    with pytest.raises(CheckpointError, match="holds no heads"):
+        served_companion._arguments(
+            desk_config(tmp_path), str(chain_actor), precious.parent, tmp_path / "out"
+        )
+    assert precious.read_text() == "a year of work"
+
+
 def test_a_second_companion_in_the_same_folder_is_refused(
     chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

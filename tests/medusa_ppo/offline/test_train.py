@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from heads.checkpoint import load_heads
-from heads.errors import ConfigError, DataError, RunError
+from heads.errors import CheckpointError, ConfigError, DataError, RunError
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.scene import find_source, plan_training, read_scene
@@ -215,6 +215,20 @@ def test_half_written_heads_of_a_killed_training_are_removed(
         patch.setattr("medusa_ppo.offline.train._Run.train", interrupted)
         train(options)
     assert not left.parent.exists(), "and when it is resumed"
+
+
+@pytest.mark.parametrize("file", ["modules.py", "train.jsonl", "config.json"])
+def test_a_folder_of_something_else_is_refused(options: TrainOptions, file: str) -> None:
+    """In a checkout `heads/` is this package's source. `train.jsonl` is also a name of data, and a
+    model's folder has a config.json beside weights of the same name as the heads'.
+    """
+    options.out.mkdir()
+    (options.out / file).write_text("{}")
+    for start in (train, plan_training):
+        with pytest.raises(CheckpointError, match="holds no heads"):
+            start(options)
+    assert [path.name for path in options.out.iterdir()] == [file]
+    assert (options.out / file).read_text() == "{}"
 
 
 def test_a_second_training_in_the_same_folder_is_refused(
