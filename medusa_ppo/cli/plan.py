@@ -59,6 +59,8 @@ MANY = 4
 """As many engines are listed one by one."""
 # An id (int64) and a log-prob (float32).
 TOKEN_BYTES = 8 + 4
+# Bytes of a row besides its state in the companion's queue (positions.py's own, without its torch).
+ROW_BYTES = 24
 
 
 def heads_parameters(config: HeadsConfig) -> int:
@@ -492,7 +494,12 @@ def _moves(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int
         ]
         if workers > 1:
             moves.append(
-                Move("gradients, summed", "between companion workers", sizes, _sums(config, tokens))
+                Move(
+                    "gradients, summed",
+                    "between companion workers",
+                    sizes,
+                    _sums(config, model, tokens),
+                )
             )
     return moves
 
@@ -532,40 +539,49 @@ def _element(config: RunConfig) -> int:
     return FLOAT32 if config.engine.dtype == "float32" else BFLOAT16
 
 
+def _state_element(config: RunConfig) -> int:
+    """Bytes of one number of the actor's states and tables. A transformers actor keeps float32
+    weights and gives float32 states, also where its products are bfloat16; a Megatron actor is a
+    bfloat16 copy then.
+    """
+    copies = config.actor.backend == "megatron" and config.model.dtype == "bfloat16"
+    return BFLOAT16 if copies else FLOAT32
+
+
 def _table_bytes(config: RunConfig, model: ModelSizes, heads: HeadsConfig, tokens: int) -> int:
     """Maximum bytes of table rows sent with a batch: lm_head's rows for draft tokens and for the
-    batch's own tokens, and the embedding's rows for the latter. A tied table is sent once.
+    batch's own tokens, and the embedding's rows for the latter. A tied table is sent once. A
+    sample's own tokens include the text before each of its blocks, so they may be any of the step.
     """
     prompts = config.ppo.prompts_per_step * config.data.max_prompt_tokens
-    own = min(model.vocab, _kept_tokens(config, model, tokens) + prompts)
+    own = min(model.vocab, tokens + prompts)
     drafted = draft_vocabulary(config.engine, heads) or model.vocab
     lm_head = min(model.vocab, drafted + own) if heads.lm_head == "shared" else 0
     embedding = own if heads.needs_embedding and not (model.tied and lm_head) else 0
-    return FLOAT32 * model.hidden * (lm_head + embedding)
+    return _state_element(config) * model.hidden * (lm_head + embedding)
 
 
 def _kept_tokens(config: RunConfig, model: ModelSizes, tokens: int) -> int:
-    """For how many of these response tokens the companion gets hidden states."""
+    """How many of these response tokens the companion gets, at most, with their hidden states."""
     # A batch may fill half of the queue: the next one comes while it is in training.
-    share = config.companion.queue_bytes / 2 / max(1, hidden_bytes(model, tokens))
-    return round(tokens * min(1.0, share))
+    rows = config.companion.queue_bytes // 2 // (model.hidden * _state_element(config) + ROW_BYTES)
+    # Heads learn from the rows that follow, so even the smallest sample has one for each head.
+    return min(tokens, max(rows, config.heads.num_heads + 1))
 
 
 def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
     """Maximum bytes of a rollout batch sent to the companion; too large a batch is sampled."""
     kept = _kept_tokens(config, model, tokens)
-    if kept >= tokens:
-        return hidden_bytes(model, tokens)
-    # A sample leaves out hidden states, never tokens, and adds a weight per token.
-    return hidden_bytes(model, kept) + (tokens - kept) * TOKEN_BYTES + tokens * FLOAT32
+    # A sample has a weight for each of its rows.
+    return hidden_bytes(model, kept, _state_element(config)) + (kept < tokens) * kept * FLOAT32
 
 
-def _sums(config: RunConfig, tokens: int) -> int:
-    """How many copies of the gradients move between the companion's workers: to sum them, each
-    optimizer step sends them twice between all but one of the workers.
+def _sums(config: RunConfig, model: ModelSizes, tokens: int) -> int:
+    """How many copies of the gradients move between the companion's workers, at most: to sum them,
+    each optimizer step sends them twice between all but one of the workers.
     """
     section = config.companion
-    steps = section.epochs * -(-tokens // section.batch_positions)
+    steps = section.epochs * -(-_kept_tokens(config, model, tokens) // section.batch_positions)
     return 2 * (section.workers - 1) * steps
 
 
@@ -574,7 +590,7 @@ def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:
     batch = _batch_bytes(config, model, tokens)
     room = config.companion.queue_bytes
     too_large = (
-        f"A step's hidden states may take {size_text(batch)}, more than"
+        f"The smallest sample of a step's hidden states takes {size_text(batch)}, more than"
         f" companion.queue_bytes={room}: such batches are dropped."
     )
     found = []

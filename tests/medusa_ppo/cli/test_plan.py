@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,7 @@ from medusa_ppo.cli.plan import (
     turn_moves,
 )
 from medusa_ppo.companion.cycle import Cycle
+from medusa_ppo.companion.positions import ROW_BYTES
 from medusa_ppo.config.run_config import build_config, load_config
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
@@ -172,9 +174,9 @@ def test_a_plan_adds_up(folder: Path) -> None:
     assert without.gpus == pytest.approx(1.9)
     assert not plan.warnings
     crowded = make_plan(
-        build_config({"model": {"path": str(folder)}, "companion": {"queue_bytes": 1000}}), NO_GPU
+        build_config({"model": {"path": str(folder)}, "companion": {"queue_bytes": 500}}), NO_GPU
     )
-    assert "companion.queue_bytes=1000" in crowded.warnings[0]
+    assert "companion.queue_bytes=500" in crowded.warnings[0]
     ranks = build_config(
         {
             "model": {"path": str(folder)},
@@ -192,18 +194,48 @@ def test_a_plan_adds_up(folder: Path) -> None:
 def test_sampled_positions_and_a_gpu_that_is_left_alone(folder: Path) -> None:
     base = {"model": {"path": str(folder)}}
     all_of_it = make_plan(build_config({**base, "companion": {"num_gpus": 1}}), GPUS)
-    room = all_of_it.response_tokens * (32 * 4 + 12) // 4  # For a quarter of the positions.
-    sampled = {"loss": "ce_tv", "num_gpus": 0.5, "queue_bytes": 2 * room}
+    rows = all_of_it.response_tokens // 4
+    sampled = {"loss": "ce_tv", "num_gpus": 0.5, "queue_bytes": 2 * rows * (32 * 4 + ROW_BYTES)}
     part = make_plan(build_config({**base, "companion": sampled}), GPUS)
     states = [
         {move.what: move.size for move in plan.moves}["hidden states"] for plan in (all_of_it, part)
     ]
-    tokens = part.response_tokens
-    assert states[1] == round(tokens * 0.25) * 32 * 4 + tokens * (12 + 4) and states[
-        0
-    ] == tokens * (32 * 4 + 12)
+    assert states[1] == rows * (32 * 4 + 12 + 4), "kept rows alone, each with a weight"
+    assert states[0] == all_of_it.response_tokens * (32 * 4 + 12)
     assert "only while it trains" in part.processes[2].where and part.processes[2].gpus == 0.5
     assert "only while it trains" not in all_of_it.processes[2].where
+
+
+@pytest.mark.parametrize(("backend", "element"), [("transformers", 4), ("megatron", 2)])
+def test_what_moves_at_8b_is_the_sample_in_the_actors_dtype(
+    folder: Path, backend: str, element: int
+) -> None:
+    """All 8.4M tokens of a step were counted as trained on (16,384 sums of gradients), and a
+    bfloat16 actor's states and table rows as float32.
+    """
+    sizes = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36}
+    sizes |= {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 151936}
+    known = json.loads((folder / "config.json").read_text()) | sizes
+    (folder / "config.json").write_text(json.dumps({**known, "head_dim": 128}))
+    config = build_config(
+        {
+            "model": {"path": str(folder), "dtype": "bfloat16"},
+            "actor": {"backend": backend},
+            "ppo": {"prompts_per_step": 64},
+            "sampling": {"responses_per_prompt": 16, "max_new_tokens": 8192},
+            "companion": {"workers": 2, "num_gpus": 1},
+        }
+    )
+    plan = make_plan(config, GPUS)
+    moves = {move.what: move for move in plan.moves}
+    rows = 2**30 // (4096 * element + ROW_BYTES)  # Half of the queue.
+    steps = config.companion.epochs * math.ceil(rows / config.companion.batch_positions)
+    assert plan.response_tokens == 64 * 16 * 8192 > 60 * rows
+    assert moves["gradients, summed"].count == 2 * steps <= 256
+    assert moves["hidden states"].size == rows * (4096 * element + 12 + 4)
+    tables = next(move for what, move in moves.items() if what.startswith("rows of lm_head"))
+    assert tables.size == 2 * 151936 * 4096 * element
+    assert not any("companion.queue_bytes" in warning for warning in plan.warnings)
 
 
 def test_workers_of_the_companion_are_planned(folder: Path) -> None:
