@@ -197,8 +197,8 @@ class CompanionDesk:
         )
 
     def status(self) -> CompanionStatus:
-        """The service's status, plus the batches dropped here, with the positions that the taps left
-        out of its batches.
+        """The service's status, plus the batches dropped here and the positions that the taps left
+        out.
         """
         status = self._service.status()
         return replace(

@@ -215,8 +215,14 @@ def buffered_rows(items: Sequence[Any]) -> Rows:
     rows = []
     for item in items:
         logprobs_R = item.action_log_probs
-        of_row = item.sequences, item.attention_mask, item.action_mask, logprobs_R
-        rows.append(masked_rows(*(None if part is None else part[None] for part in of_row)))
+        rows.append(
+            masked_rows(
+                item.sequences[None],
+                item.attention_mask[None],
+                item.action_mask[None],
+                None if logprobs_R is None else logprobs_R[None],
+            )
+        )
     return joined_rows(rows)
 
 

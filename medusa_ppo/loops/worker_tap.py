@@ -147,7 +147,8 @@ def joined_rows(parts: Sequence[Rows]) -> Rows:
     """All rows of some batches. Log-probs are known if each batch has them, with rows or without:
     all ranks must come to the same answer.
     """
-    prompts, responses = ([row for part in parts for row in part[side]] for side in (0, 1))
+    prompts = [row for part in parts for row in part[0]]
+    responses = [row for part in parts for row in part[1]]
     if any(part[2] is None for part in parts):
         return prompts, responses, None
     return prompts, responses, [row for part in parts for row in part[2] or ()]
