@@ -191,5 +191,5 @@ if __name__ == "__main__":
                 for drafts in (4, 8):
                     found = counted(sequences, drafts, vocab, width)
                     sizes = [f"{value / 2**20:,.0f}" for value in found.values()]
-                    cells = [f"{sequences}", f"{vocab:,}", f"{width:,}", f"{drafts}", *sizes]
+                    cells = [f"{sequences:,}", f"{vocab:,}", f"{width:,}", f"{drafts}", *sizes]
                     print("|", " | ".join(cells), "|")
