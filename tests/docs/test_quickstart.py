@@ -108,7 +108,7 @@ def test_a_reader_gets_from_a_model_to_heads_and_their_worth(
     assert "times as fast" in run("predict", chain_actor).splitlines()[0]
     last = trained.strip().splitlines()[-1]
     assert "heads" in last and "tokens per engine step on held-out responses" in last
-    assert (folder / "heads" / "model.safetensors").is_file()
+    assert (folder / "my-heads" / "model.safetensors").is_file()
     shown = run("eval", chain_actor)
     figures = json.loads((folder / "eval.json").read_text())
     assert f"{figures['mean_acceptance_length']:.3f}" in shown
