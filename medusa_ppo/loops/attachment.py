@@ -447,12 +447,14 @@ class Attachment:
             return
         # If there is another training, all processes continue with the first one's heads.
         heads = self.ranks.share(self._led(self._finish))
-        self._stack.close()
-        atexit.unregister(self._stack.close)
-        self.plugin = NoPlugin()
-        self._tap = None
-        self._writer = None
-        self._share = None
+        self._writer = None  # What fails now can't change a report that is written.
+        try:
+            self._stack.close()
+        finally:
+            atexit.unregister(self._stack.close)
+            self.plugin = NoPlugin()
+            self._tap = None
+            self._share = None
         # If the trainer trains again, it continues with these.
         self.config = self.config.model_copy(
             update={"heads": self.config.heads.model_copy(update={"path": heads})}

@@ -305,10 +305,10 @@ class RemoteAttachment(Attachment):
         tables: list[Tables | None] = []
         try:
             yield tables
+            self.end(tables)
         except BaseException as error:
             self._fail(error)
             raise
-        self.end(tables)
 
     def _fail(self, error: BaseException) -> None:
         """End after this error, which is the one to be seen: what fails here is only logged."""

@@ -340,8 +340,12 @@ def test_a_training_that_fails_is_recorded_as_failed_and_its_own_error_is_seen(
     assert meta.get("extras") == ({"error": "no reward"} if status == "failed" else None)
     loop.start()  # It may begin again.
     loop.plugin = cast(Any, plugin)
+    plugin.closed = False
     with pytest.raises(OSError, match="No space"), loop.training():
         pass  # Here it is the only error.
+    meta = read_run(tmp_path).meta
+    assert meta["status"] == "failed" and "No space" in meta["extras"]["error"]
+    assert plugin.closed, "no companion goes on"
 
 
 class RestingPlugin:
