@@ -208,6 +208,47 @@ def test_bench_rollout_waits_until_v2_has_chosen() -> None:
     assert engine.settings == {"num_drafts": 4, "choose": False}, "so that it drafts"
 
 
+@pytest.mark.parametrize("trained", [False, True])
+def test_of_untrained_heads_nothing_is_counted(
+    large: None, chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: bool
+) -> None:
+    """An engine drafts nothing with them. `eval` and `bench rollout` waited for it for minutes, and
+    then asked for longer responses.
+    """
+    engine = EngineOnV2()
+    draft = engine.generate
+    if not trained:
+        monkeypatch.setattr(
+            engine, "generate", lambda *asked: replace(draft(*asked), counters=Counters())
+        )
+    heads = MedusaHeads(HeadsConfig(64, V, 4, "medusa"))
+    if trained:
+        heads.blocks[0].data.fill_(0.1)
+    save_heads(tmp_path / "heads", heads)
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "1 + 1"}\n')
+    given = {
+        "model": str(chain_actor),
+        "heads": str(tmp_path / "heads"),
+        "data": str(data),
+        "template": "{question}",
+        "draft_vocab": W,
+    }
+    monkeypatch.setattr(evaluate, "running_engine", lambda *_: nullcontext(engine))
+    figures = evaluate.evaluate_heads(
+        EvalOptions(**given, engine="vllm"), OfflineProgress(quiet=True)
+    )
+    assert (figures["mean_acceptance_length"] == 1.0) == (not trained)
+    assert (engine.calls > 1) == trained, "one is measured"
+    engine.calls = 0
+    arm = rollout_speed.Arm("ours", engine, 4, choose=True)
+    monkeypatch.setattr(rollout_speed, "local_ray", lambda **_: nullcontext())
+    monkeypatch.setattr(rollout_speed, "running_arms", lambda *_, **__: nullcontext([arm]))
+    monkeypatch.setattr(rollout_speed, "_run_batch", lambda *_: [])
+    rollout_speed.run_rollout(RolloutBench(**given), OfflineProgress(quiet=True))
+    assert (engine.calls > 0) == trained
+
+
 def test_an_engine_that_never_drafts_chooses_nothing() -> None:
     engine = EngineOnV2()
     nothing = replace(engine.generate([(1,)], Sampling()), counters=Counters())
