@@ -531,8 +531,10 @@ class Cycle:
         self.frozen, self.before = (
             self._heads_of(under(state, role)) for role in ("frozen.", "before.")
         )
-        self._counts_V = state.get("token_counts", self._counts_V).clone()
-        self._draft_from(state.get("draft_ids", self._served.ids_W))
+        # The state may be of a run with a draft vocabulary, which was switched off since.
+        if self._draft_vocab is not None:
+            self._counts_V = state.get("token_counts", self._counts_V).clone()
+            self._draft_from(state.get("draft_ids", self._served.ids_W))
         self.replay.load_state_dict(under(state, "replay."))
         self.evidence.load_state_dict(under(state, "evidence."))
         self.after.load_state_dict(under(state, "after."))
