@@ -23,7 +23,7 @@ from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.demo.task import build_tokenizer
 from medusa_ppo.drafting.products import DraftVocabulary
-from medusa_ppo.offline import evaluate
+from medusa_ppo.offline import evaluate, scene
 from medusa_ppo.offline.collect import Sample
 from medusa_ppo.offline.data_parallel import TrainingWorker
 from medusa_ppo.offline.draft_tokens import draft_ids, draft_width, until_chosen
@@ -71,6 +71,26 @@ def test_small_vocabularies_and_heads_with_an_lm_head_draft_from_all_tokens() ->
     assert draft_width(own, -1) == 0
     with pytest.raises(ConfigError, match="lm_head=own"):
         draft_width(own, 5)
+
+
+def test_the_plan_of_a_training_counts_the_tokens_that_are_drafted_from(
+    large: None, chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a large vocabulary the training took several times less than was said."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "1 + 1"}\n')
+    options = TrainOptions(
+        model=str(chain_actor), data=str(data), out=tmp_path / "heads", column="question"
+    )
+    counted: list[int] = []
+    monkeypatch.setattr(
+        scene, "training_operations", lambda heads, drafted: float(not counted.append(drafted))
+    )
+    for asked in (-1, 5, 0):
+        plan = dict(scene.plan_training(replace(options, draft_vocab=asked)))
+    assert counted == [W, 5, V]
+    parameters = sum(p.numel() for p in MedusaHeads(options.sizes(64, V)).parameters())
+    assert plan["heads, optimizer, gradients"] == f"{7 * 4 * parameters / 2**20:.0f} MiB"
 
 
 def test_heads_are_trained_and_judged_on_them(
