@@ -242,7 +242,8 @@ class Cycle:
                 # An earlier batch's estimates say nothing about this one.
                 self.rows = dict.fromkeys(ROWS)
         self.passes = float(self._config.epochs if batch.passes is None else batch.passes)
-        self.positions_frac = sampled_share(training)
+        # Less than one pass is made over a part of the positions.
+        self.positions_frac = min(1.0, self.passes) * sampled_share(training)
         report = self._train(training, holdout, batch.policy_version)
         if report.problem:
             logger.warning(

@@ -517,6 +517,7 @@ def test_makes_as_many_passes_as_the_batch_says(chain) -> None:
         cycle.run(dataclasses.replace(task.batch(24), passes=passes))
         rows.append(cycle.trainer.optimizer_steps - before)
         assert cycle.passes == (3 if passes is None else passes)
+        assert cycle.positions_frac == min(1.0, cycle.passes)
     assert rows[0] > rows[1] > rows[2] > 0
 
 
