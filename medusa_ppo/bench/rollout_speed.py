@@ -17,6 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from heads.checkpoint import load_heads
 from heads.errors import ConfigError
 from medusa_ppo.bench.bench_options import RolloutBench, Table
 from medusa_ppo.bench.bench_page import draw_ratios
@@ -273,8 +274,10 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
                 "Rollouts", len(bench.batches) * len(arms) * (bench.rounds + 1)
             ) as advance,
         ):
-            # `plan_launch` has replaced -1 as it does for a run.
-            if width := ours.drafting.get("draft_vocab"):
+            # `plan_launch` has replaced -1 as it does for a run. An engine with untrained heads
+            # drafts nothing, and never chooses what from.
+            width = ours.drafting.get("draft_vocab")
+            if width and not load_heads(bench.heads)[0].untrained:
                 until_chosen(width, _counting_calls(bench, arms[-1], prompts))
             for batch in bench.batches:
                 rows += _run_batch(bench, batch, arms, prompts, advance)

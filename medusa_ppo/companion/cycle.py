@@ -242,7 +242,8 @@ class Cycle:
                 # An earlier batch's estimates say nothing about this one.
                 self.rows = dict.fromkeys(ROWS)
         self.passes = float(self._config.epochs if batch.passes is None else batch.passes)
-        self.positions_frac = sampled_share(training)
+        # Less than one pass is made over a part of the positions.
+        self.positions_frac = min(1.0, self.passes) * sampled_share(training)
         report = self._train(training, holdout, batch.policy_version)
         if report.problem:
             logger.warning(
@@ -531,8 +532,10 @@ class Cycle:
         self.frozen, self.before = (
             self._heads_of(under(state, role)) for role in ("frozen.", "before.")
         )
-        self._counts_V = state.get("token_counts", self._counts_V).clone()
-        self._draft_from(state.get("draft_ids", self._served.ids_W))
+        # The state may be of a run with a draft vocabulary, which was switched off since.
+        if self._draft_vocab is not None:
+            self._counts_V = state.get("token_counts", self._counts_V).clone()
+            self._draft_from(state.get("draft_ids", self._served.ids_W))
         self.replay.load_state_dict(under(state, "replay."))
         self.evidence.load_state_dict(under(state, "evidence."))
         self.after.load_state_dict(under(state, "after."))

@@ -174,7 +174,9 @@ def policy_actor() -> Any:
             """
             self._medusa_rows = rows
             if rows and self.strategy.get_rank() == 0:
-                self._medusa.tap.expect(-(-tokens // torch.distributed.get_world_size()), rows)
+                # Nobody knows yet which rank scores which of them.
+                ranks = torch.distributed.get_world_size()
+                self._medusa.tap.expect(-(-tokens // ranks), rows, about=ranks > 1)
 
         def medusa_take(self, policy_version: int, wanted: WantedRows | None) -> Taken | None:
             return self._medusa.take(policy_version, wanted)

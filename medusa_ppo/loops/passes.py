@@ -266,6 +266,33 @@ class RowShare:
         return collector.batch() if collector is not None and collector.has_states else None
 
 
+def _left_over(lengths: Sequence[int], block: int, share: float, seed: int) -> float:
+    """Rows that earlier passes over such responses would still owe, if each had to give this many:
+    a pass gives whole blocks, and none while it owes less than its longest one may have.
+    """
+    chance = random.Random(seed)
+    least = min(block, max(lengths))
+    owed = chance.uniform(0, least)
+    for _ in range(PASSES_BEFORE):
+        owed += share
+        if owed < least:
+            continue
+        blocks = []
+        for length in lengths:
+            edges = [0, *range(chance.randint(1, block), length, block), length]
+            blocks += [end - first for first, end in itertools.pairwise(edges)]
+        chance.shuffle(blocks)
+        for size in blocks:
+            if size > owed:
+                break
+            owed -= size
+    return owed
+
+
+PASSES_BEFORE = 8
+"""As many make no difference any more how the first of them began."""
+ABOUT = 0.8
+"""Of the wanted rows, those that passes share out where their tokens are known roughly."""
 Row = tuple[Sequence[int], Sequence[int]]
 """Token ids of a prompt and of its response."""
 
@@ -300,6 +327,7 @@ class RowTap(ABC):
         self._expected: int | None = None
         self._rows: float | None = None
         self._rank, self._ranks = 0, 1
+        self._about = False
         self._batches = 0
         # Counts for this batch: passes so far, and rows of the sample still open for the next ones.
         self._passes = 0
@@ -307,7 +335,13 @@ class RowTap(ABC):
         self._left_out = 0
 
     def expect(
-        self, tokens: int, rows: float | None = None, *, rank: int = 0, ranks: int = 1
+        self,
+        tokens: int,
+        rows: float | None = None,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        about: bool = False,
     ) -> None:
         """Announce that the next passes, up to `take`, cover this many response tokens. Each pass
         then contributes its share of the sample. Without this call a pass counts as a whole batch.
@@ -319,10 +353,13 @@ class RowTap(ABC):
                 Blocks are as long as in a sample of all of them together: of short ones, few rows
                 could be trained on. Where a process's share is less than a block, it contributes
                 one in some batches, and in the others none.
+            about: there may be a quarter more tokens, whose passes would find the sample full: it
+                gets fewer rows.
         """
         self._expected = tokens
         self._rows = rows
         self._rank, self._ranks = rank, ranks
+        self._about = about
 
     @property
     def prompts(self) -> tuple[tuple[int, ...], ...]:
@@ -454,17 +491,21 @@ class RowTap(ABC):
             return BatchCollector(rollouts, self._part_of(rows * tokens / everything, number))
         block = block_rows(int(rows), self._ahead)
         seed = 1_000_003 * self._batches + number
+        lengths = [len(response.token_ids) for response in rollouts.responses]
+        least = min(block, max(lengths))  # No block is longer than its response.
         if tokens < everything:
-            # A share that is less than a block is added to those of the next passes. A random debt
-            # at the start gives early passes a chance to contribute; what it may add is taken from
-            # all, since a batch larger than it may be is lost whole.
-            if not number:
-                self._owed = random.Random(seed).uniform(0, block)
+            # A share that is less than a block is added to those of the next passes. Before the
+            # first one there is a random debt, as earlier ones would have left it; what it may add
+            # is taken from all, since a batch larger than it may be is lost whole.
             rows -= min(block, rows / LEAST_BLOCKS)
+            if self._about:
+                rows *= ABOUT
+            if not number:
+                self._owed = _left_over(lengths, block, rows * tokens / everything, seed)
         self._owed += rows * tokens / everything
         # There may be more tokens than were announced. A batch has at least one block.
         due = min(int(self._owed), max(int(whole), block) - kept)
-        due = due if due >= block else 0
+        due = due if due >= least else 0
         collector = BatchCollector(rollouts, EarlySample(due, 0.0, seed, self._ahead, block))
         self._owed -= collector.kept
         return collector

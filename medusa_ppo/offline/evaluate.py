@@ -138,10 +138,11 @@ def evaluate_heads(options: EvalOptions, progress: OfflineProgress) -> dict[str,
         earlier, rollouts, texts = _generate(options, groups, "", progress, max(widths))
         measured = _replayed(options, heads, groups, earlier, rollouts, progress, texts)
     else:
-        # Counters only cover what an engine drafts itself, so each set of heads gets an engine.
+        # Counters only cover what an engine drafts itself, so each set of heads gets an engine. One
+        # with untrained heads drafts nothing, and never chooses what from.
         runs = [
-            _generate(options, groups, str(folder), progress, width)[1]
-            for folder, width in zip(folders, widths, strict=True)
+            _generate(options, groups, str(folder), progress, 0 if one.untrained else width)[1]
+            for folder, one, width in zip(folders, heads, widths, strict=True)
         ]
         measured = [[_counted(groups, rounds) for rounds in run] for run in runs]
         rollouts = runs[0]

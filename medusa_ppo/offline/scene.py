@@ -33,6 +33,7 @@ from medusa_ppo.engines.launch import with_all_heads
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.offline.collect import PROMPTS_PER_ROUND, chat_prompt, check_template, is_chat
+from medusa_ppo.offline.draft_tokens import draft_width
 from medusa_ppo.offline.options import COMPANION, TrainOptions
 from medusa_ppo.reports.run_files import PROMPT_IDS, RESPONSE_IDS
 from medusa_ppo.runtime.data import Row, load_rows, render_prompts, require_column, stream_rows
@@ -64,6 +65,10 @@ tokens. If responses turn out shorter, prompts are used again.
 """
 FLOAT_BYTES = 4
 ADAM_STATES = 2
+COPIES = 2 * (1 + ADAM_STATES) + 1
+"""Times the heads' bytes that training needs: heads and optimizer, the same as they were before the
+part in training, to go back to, and the gradients.
+"""
 
 WAYS = (
     "--template (the model answers prompts), --column (full texts or chat messages), a column named"
@@ -448,7 +453,7 @@ def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
         ),
         ("heads", f"{options.num_heads} x {options.kind}, {parameters / 1e6:.2f} M parameters"),
         ("model in memory", f"{_mib(actor * compute.itemsize)}"),
-        ("heads, optimizer, gradients", f"{_mib(parameters * FLOAT_BYTES * (2 + ADAM_STATES))}"),
+        ("heads, optimizer, gradients", f"{_mib(parameters * FLOAT_BYTES * COPIES)}"),
         (
             "hidden states",
             (
@@ -484,7 +489,8 @@ def _estimate(
     """
     tokens = options.max_train_tokens
     forward = 2.0 * actor
-    step = training_operations(config, config.vocab_size)
+    drafted = draft_width(config, options.draft_vocab) or config.vocab_size
+    step = training_operations(config, drafted)
     again = (1 - kept) * forward * (options.epochs - 1)
     return tokens * forward / rate, tokens * (options.epochs * step + again) / rate
 

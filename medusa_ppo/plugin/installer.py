@@ -116,6 +116,8 @@ class HeadsInstaller:
 
     Attributes:
         installed: the published heads that the engine should have; None: those it started with.
+        published_before: version that an earlier part of the run had published; the companion
+            offers it before the first rollouts. 0: there was none.
         swaps, failed_swaps: heads installed, and heads that did not reach the engine.
         watch: judges the acceptance after each swap.
     """
@@ -135,6 +137,7 @@ class HeadsInstaller:
         self._broken = False
         self._seconds = 0.0
         self.installed: PublishedHeads | None = None
+        self.published_before = 0
         self.watch = SwapWatch()
         self.swaps = 0
         self.failed_swaps = 0
@@ -215,14 +218,15 @@ class HeadsInstaller:
 
     def begin_on_a_server(self, *, named: bool) -> None:
         """Before the first step, with an engine that was running before the run: it drafts with the
-        heads that whoever used it last left there.
+        heads that whoever used it last left there. If the run has published heads before, these
+        come anyway, and nothing is done.
 
         Args:
             named: the run names its first heads (`heads.path`), so the engine gets them. Otherwise
                 they are new and draft nothing: the engine keeps its own until the first ones are
                 published, and a warning tells both.
         """
-        if self._first is None:
+        if self._first is None or self.published_before:
             return
         own = checksum(self._first.trainable_state())
         held, differ = self._held()

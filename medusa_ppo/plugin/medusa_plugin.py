@@ -252,6 +252,7 @@ class MedusaPlugin:
             # get no advance.
             status = companion.status()
             plugin._train_s_before = status.train_s
+            plugin.installer.published_before = status.versions_published
             if plugin.budget is not None:
                 plugin.budget.begin(status.versions_published, status.candidates_rejected)
         return plugin

@@ -425,6 +425,10 @@ def test_the_draft_vocabulary_follows_the_rollouts(chain) -> None:
     twin._count(batch)
     cycle._count(batch)
     assert torch.equal(cycle._served.ids_W, twin._served.ids_W)
+    off = Cycle(heads, CompanionConfig(), task.lm_head_VD, seed=0, num_drafts=2)
+    off.load_state_dict(cycle.state_dict())
+    assert off.draft_ids is None and off.trainer.ids_W is None, "it was switched off"
+    assert not {"token_counts", "draft_ids"} & set(off.state_dict())
 
 
 def test_a_batch_of_one_prompt_judges_what_earlier_ones_made_and_is_trained_on_then(chain) -> None:
@@ -513,6 +517,7 @@ def test_makes_as_many_passes_as_the_batch_says(chain) -> None:
         cycle.run(dataclasses.replace(task.batch(24), passes=passes))
         rows.append(cycle.trainer.optimizer_steps - before)
         assert cycle.passes == (3 if passes is None else passes)
+        assert cycle.positions_frac == min(1.0, cycle.passes)
     assert rows[0] > rows[1] > rows[2] > 0
 
 

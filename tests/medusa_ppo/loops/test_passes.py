@@ -4,9 +4,11 @@ plugin's own tap.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,8 +18,8 @@ from heads.errors import ConfigError
 from medusa_ppo.companion.holdout import AHEAD_TOKENS, HOLDOUT_PROMPTS, hold_out, stretches
 from medusa_ppo.companion.positions import BLOCK, ROW_BYTES
 from medusa_ppo.contract.rollout_batch import RolloutBatch
-from medusa_ppo.contract.rollouts import Sampling
-from medusa_ppo.loops.passes import PassTap, spans
+from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
+from medusa_ppo.loops.passes import PassTap, RowTap, spans
 from medusa_ppo.loops.tap import _PolicyTap
 
 ROWS = [((5, 6), (1, 2)), ((7,), (3, 3, 4)), ((5, 6), (9,))]
@@ -171,8 +173,47 @@ def test_of_a_batch_beyond_the_budget_a_sample_is_taken_of_all_its_parts(
         assert judged.prompts_S.unique().numel() >= HOLDOUT_PROMPTS
     assert quarters.min() > 0.15 * quarters.sum() and quarters.max() < 0.35 * quarters.sum()
     # A piece that is due little more than a block takes a second one only where it is short: at a
-    # response's two ends.
-    assert places.min() > 0.75 * places.max(), places
+    # response's two ends. Over 240 batches it is 0.76; of 24 it varies by 0.03.
+    assert places.min() > 0.7 * places.max(), places
+
+
+class SampledRows(RowTap):
+    """Counts the rows that each pass may keep, without a model."""
+
+    def _hooked(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def kept_by(self, rows: int, passes: int, count: int, length: int) -> list[int]:
+        found = []
+        answers = tuple(Response(n, (1,) * length, (0.0,) * length, "stop") for n in range(count))
+        for number in range(passes):
+            prompts = tuple((number, n) for n in range(count))
+            rollouts = Rollouts(prompts, answers, Counters(), 0.0, self._sampling)
+            kept = self._collector_of(rollouts, rows).kept
+            found.append(kept)
+            self._parts.append(cast(RolloutBatch, SimpleNamespace(hidden_MD=torch.zeros(kept, 1))))
+        self._parts = []
+        self.take(0)
+        return found
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8], ids=["exactly", "a-quarter-more"])
+@pytest.mark.parametrize(("count", "length", "rows"), [(8, 300, 2000), (4, 64, 500)])
+def test_each_pass_gives_its_share_if_the_tokens_are_known_roughly(
+    count: int, length: int, rows: int, share: float
+) -> None:
+    """OpenRLHF's worker is told the mean of all ranks. Where it had a quarter more, the last passes
+    gave nothing; and the first ones gave more, where responses are shorter than a block.
+    """
+    tap = SampledRows(Sampling(), 2**40, 4)
+    kept_P = torch.zeros(8)
+    for _ in range(300):
+        tap.expect(int(share * 8 * count * length), rows, about=share < 1)
+        kept = tap.kept_by(rows, 8, count, length)
+        assert 0.6 * rows < sum(kept) <= rows
+        kept_P += torch.tensor(kept)
+    assert (kept_P / kept_P.mean() - 1).abs().max() < 0.1, kept_P
+    assert kept_P.sum() > 0.8 * 300 * rows
 
 
 @pytest.mark.parametrize("asked", [None, 8000, 3000], ids=["all", "too-many", "fewer"])

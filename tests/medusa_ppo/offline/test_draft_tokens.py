@@ -23,7 +23,7 @@ from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.demo.task import build_tokenizer
 from medusa_ppo.drafting.products import DraftVocabulary
-from medusa_ppo.offline import evaluate
+from medusa_ppo.offline import evaluate, scene
 from medusa_ppo.offline.collect import Sample
 from medusa_ppo.offline.data_parallel import TrainingWorker
 from medusa_ppo.offline.draft_tokens import draft_ids, draft_width, until_chosen
@@ -71,6 +71,26 @@ def test_small_vocabularies_and_heads_with_an_lm_head_draft_from_all_tokens() ->
     assert draft_width(own, -1) == 0
     with pytest.raises(ConfigError, match="lm_head=own"):
         draft_width(own, 5)
+
+
+def test_the_plan_of_a_training_counts_the_tokens_that_are_drafted_from(
+    large: None, chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a large vocabulary the training took several times less than was said."""
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "1 + 1"}\n')
+    options = TrainOptions(
+        model=str(chain_actor), data=str(data), out=tmp_path / "heads", column="question"
+    )
+    counted: list[int] = []
+    monkeypatch.setattr(
+        scene, "training_operations", lambda heads, drafted: float(not counted.append(drafted))
+    )
+    for asked in (-1, 5, 0):
+        plan = dict(scene.plan_training(replace(options, draft_vocab=asked)))
+    assert counted == [W, 5, V]
+    parameters = sum(p.numel() for p in MedusaHeads(options.sizes(64, V)).parameters())
+    assert plan["heads, optimizer, gradients"] == f"{7 * 4 * parameters / 2**20:.0f} MiB"
 
 
 def test_heads_are_trained_and_judged_on_them(
@@ -206,6 +226,47 @@ def test_bench_rollout_waits_until_v2_has_chosen() -> None:
     until_chosen(W, rollout_speed._counting_calls(bench, arm, [(1, 2)]))
     assert engine.vocabulary.due
     assert engine.settings == {"num_drafts": 4, "choose": False}, "so that it drafts"
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_of_untrained_heads_nothing_is_counted(
+    large: None, chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trained: bool
+) -> None:
+    """An engine drafts nothing with them. `eval` and `bench rollout` waited for it for minutes, and
+    then asked for longer responses.
+    """
+    engine = EngineOnV2()
+    draft = engine.generate
+    if not trained:
+        monkeypatch.setattr(
+            engine, "generate", lambda *asked: replace(draft(*asked), counters=Counters())
+        )
+    heads = MedusaHeads(HeadsConfig(64, V, 4, "medusa"))
+    if trained:
+        heads.blocks[0].data.fill_(0.1)
+    save_heads(tmp_path / "heads", heads)
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "1 + 1"}\n')
+    given = {
+        "model": str(chain_actor),
+        "heads": str(tmp_path / "heads"),
+        "data": str(data),
+        "template": "{question}",
+        "draft_vocab": W,
+    }
+    monkeypatch.setattr(evaluate, "running_engine", lambda *_: nullcontext(engine))
+    figures = evaluate.evaluate_heads(
+        EvalOptions(**given, engine="vllm"), OfflineProgress(quiet=True)
+    )
+    assert (figures["mean_acceptance_length"] == 1.0) == (not trained)
+    assert (engine.calls > 1) == trained, "one is measured"
+    engine.calls = 0
+    arm = rollout_speed.Arm("ours", engine, 4, choose=True)
+    monkeypatch.setattr(rollout_speed, "local_ray", lambda **_: nullcontext())
+    monkeypatch.setattr(rollout_speed, "running_arms", lambda *_, **__: nullcontext([arm]))
+    monkeypatch.setattr(rollout_speed, "_run_batch", lambda *_: [])
+    rollout_speed.run_rollout(RolloutBench(**given), OfflineProgress(quiet=True))
+    assert (engine.calls > 0) == trained
 
 
 def test_an_engine_that_never_drafts_chooses_nothing() -> None:

@@ -985,6 +985,32 @@ def test_a_server_that_drafted_for_somebody_else_gets_the_heads_of_the_start(par
     assert plugin.installer.take_seconds() == 0, "this was before the first step"
 
 
+@pytest.mark.parametrize("published", [0, 7])
+def test_of_a_resumed_run_a_server_is_told_nothing_of_heads_that_it_will_never_use(
+    parts,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    published: int,
+) -> None:
+    """What the run has published comes before the first rollouts; the warning said that it begins
+    with the heads of its very first start.
+    """
+    actor, engine, companion, _ = parts
+    monkeypatch.setattr(
+        "medusa_ppo.plugin.medusa_plugin.CompanionClient", lambda *given, **more: companion
+    )
+    companion.reported = {"versions_published": published}
+    plugin = MedusaPlugin.start(config_of(), actor, engine, tmp_path, resume_from="a folder")
+    for parameter in engine.heads.parameters():
+        parameter.data.fill_(7.0)
+    engine.heads_version = 7
+    plugin.installer.begin_on_a_server(named=False)
+    assert bool(caplog.records) == (published == 0)
+    plugin.installer.begin_on_a_server(named=True)
+    assert bool(engine.calls) == (published == 0)
+
+
 def test_servers_that_hold_different_heads_get_those_of_the_start(
     parts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
