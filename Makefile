@@ -28,7 +28,7 @@ flags=()
 	for where in $${PIP_FIND_LINKS:-}; do flags+=(--find-links "$$where"); done
 endef
 
-.PHONY: help setup setup-verl setup-openrlhf demo test test-slow test-gpu test-random test-chaos test-wheel test-contracts test-vllm check docs format lock wheel audit clean
+.PHONY: help setup setup-verl setup-openrlhf demo test test-slow test-gpu test-random test-chaos test-wheel test-contracts test-transformers test-vllm installs check docs format lock wheel audit clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -141,6 +141,22 @@ CONTRACTS ?= $(HOME)/.cache/medusa-ppo/contracts
 
 test-contracts: setup  ## What we rely on in TRL, verl, OpenRLHF and SkyRL, against the real packages (first time: makes four environments)
 	@.ci/contracts $(CONTRACTS)$(if $(VLLM),-$(VLLM)) $(VENV) $(LOOP)
+
+installs: setup  ## Resolve the install lines of docs/hooks.md with what each loop declares (asks the package index, installs nothing)
+	@.ci/installs $(VENV)
+
+# The oldest transformers that pyproject.toml allows. Beside the environment, not in it.
+TRANSFORMERS ?= 5.5.3
+OLDER := tests/medusa_ppo/actors/test_hf.py tests/medusa_ppo/loops/test_passes.py tests/medusa_ppo/loops/test_rows.py \
+	tests/medusa_ppo/loops/test_tap.py tests/medusa_ppo/offline tests/medusa_ppo/companion tests/heads
+
+test-transformers: setup  ## What loops use of us, without engines, with another transformers: make test-transformers TRANSFORMERS=5.9.0 [T=FILES]
+	@$(PIP_FLAGS)
+	beside=$(VENV)/transformers-$(TRANSFORMERS)
+	# Releases before 5.16 want an older hub and tokenizers than ours.
+	older=$$(printf '5.16\n$(TRANSFORMERS)\n' | sort -VC || echo "huggingface-hub==1.33.0 tokenizers==0.22.2")
+	[ -d $$beside ] || $(BIN)/uv pip install -q --python $(BIN)/python --target $$beside --no-deps "$${flags[@]}" transformers==$(TRANSFORMERS) $$older
+	PYTHONPATH=$$PWD:$$(cd $$beside && pwd) $(BIN)/python -m pytest -m "not slow and not gpu and not engine" $(if $(filter command environment,$(origin T)),$(T),$(OLDER))
 
 # With the vLLM that each pins: verl 0.9.1 and OpenRLHF 0.11.2.
 setup-verl:  ## verl beside its own vLLM; then: make test-contracts LOOP=verl VLLM=0.24

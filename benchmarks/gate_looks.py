@@ -13,7 +13,8 @@ The spreads are larger than those between candidates that follow each other: tho
 The output: for candidates that are no better (gain 0; a little worse; each slightly worse by its
 own amount) the share of runs that published one; for a gain of 0.05 tokens the share that had
 published within 2, 4, 6 and 12 batches; for gains of 0.05, 0.1 and 0.2 that begin after LATE
-batches the share within 1, 2, 4 and 8 batches more.
+batches the share within 1, 2, 4 and 8 batches more; and of versions that are worse than their
+predecessor by so much, the share that `versions_worse` counts.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 import torch
 
 from heads.acceptance import ReplayResult
+from medusa_ppo.companion.cycle import CERTAIN
 from medusa_ppo.companion.gate import Evidence, judge
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
@@ -55,6 +57,38 @@ LARGE = Size(13, 270)
 DEMO = Size(6, 80)
 
 
+def add_batch(
+    evidence: Evidence,
+    batch: int,
+    generator: torch.Generator,
+    gain: float,
+    spread: float,
+    size: Size,
+) -> tuple[ReplayResult, ReplayResult]:
+    """Judge a batch on which one set of heads is `gain` tokens a step better than another, less
+    luck; what the two did.
+    """
+    ids_M = torch.zeros(size.prompts, dtype=torch.int64)
+    # The evidence only reads lengths and prompts of the hold-out.
+    holdout = RolloutBatch(
+        torch.zeros(size.prompts, 1), ids_M, ids_M.float(), torch.ones_like(ids_M)
+    )
+    luck_P = size.prompt_spread * torch.randn(
+        size.prompts, generator=generator, dtype=torch.float64
+    )
+    noise_P = size.step_spread * torch.randn(size.prompts, generator=generator, dtype=torch.float64)
+    steps_P = size.steps * (
+        0.5 + torch.rand(size.prompts, generator=generator, dtype=torch.float64)
+    )
+    own = gain - spread * abs(float(torch.randn(1, generator=generator)))
+    more_P = steps_P * (own + luck_P) + steps_P.sqrt() * noise_P
+    second = ReplayResult(steps_P, steps_P[:, None], torch.zeros_like(steps_P))
+    first = ReplayResult(steps_P, (steps_P + more_P)[:, None], torch.zeros_like(steps_P))
+    evidence.add(batch, first, second, holdout)
+    evidence.tokens[batch] = 1000
+    return first, second
+
+
 def run(
     seed: int, batches: int, gain: float, size: Size, spread: float = 0.0, late: int = 0
 ) -> int | None:
@@ -67,33 +101,29 @@ def run(
     """
     generator = torch.Generator().manual_seed(seed)
     evidence = Evidence()
-    ids_M = torch.zeros(size.prompts, dtype=torch.int64)
-    # The evidence only reads lengths and prompts of the hold-out.
-    holdout = RolloutBatch(
-        torch.zeros(size.prompts, 1), ids_M, ids_M.float(), torch.ones_like(ids_M)
-    )
     for batch in range(1, batches + 1):
-        luck_P = size.prompt_spread * torch.randn(
-            size.prompts, generator=generator, dtype=torch.float64
+        candidate, serving = add_batch(
+            evidence, batch, generator, gain * (batch > late), spread, size
         )
-        noise_P = size.step_spread * torch.randn(
-            size.prompts, generator=generator, dtype=torch.float64
-        )
-        steps_P = size.steps * (
-            0.5 + torch.rand(size.prompts, generator=generator, dtype=torch.float64)
-        )
-        own = gain * (batch > late) - spread * abs(float(torch.randn(1, generator=generator)))
-        more_P = steps_P * (own + luck_P) + steps_P.sqrt() * noise_P
-        serving = ReplayResult(steps_P, steps_P[:, None], torch.zeros_like(steps_P))
-        candidate = ReplayResult(steps_P, (steps_P + more_P)[:, None], torch.zeros_like(steps_P))
-        evidence.add(batch, candidate, serving, holdout)
-        evidence.tokens[batch] = 1000
         verdict = judge(candidate, serving, serving, evidence, CONFIDENCE)
         if verdict.publish:
             return batch
         if verdict.worse:
             evidence.clear(same_second=True)
     return None
+
+
+def counted_as_worse(seed: int, gain: float, size: Size) -> bool:
+    """Whether a version that is `gain` better than its predecessor is counted in `versions_worse`,
+    on the first batches after its swap that are enough for a verdict.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    evidence = Evidence()
+    batch = 0
+    while not evidence.enough:
+        batch += 1
+        add_batch(evidence, batch, generator, gain, 0.0, size)
+    return evidence.difference(CERTAIN).high < 0
 
 
 def within(found: Sequence[int | None], counts: Sequence[int], late: int = 0) -> dict[int, float]:
@@ -111,7 +141,7 @@ def say(line: str) -> None:
 
 
 def main() -> None:
-    """Print both tables."""
+    """Print all of it."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=1000)
     parser.add_argument("--batches", type=int, default=50)
@@ -134,6 +164,12 @@ def main() -> None:
             later = [batch for batch in found if batch is None or batch > LATE]
             shares = within(later, (1, 2, 4, 8), LATE)
             say(f"{name}: gain {gain} after {LATE} batches without: published within {shares}")
+        counted = {
+            worse: sum(counted_as_worse(seed, -worse, size) for seed in range(options.runs))
+            / options.runs
+            for worse in (0.0, 0.02, 0.05, 0.1)
+        }
+        say(f"{name}: versions worse by so much that versions_worse counts: {counted}")
 
 
 if __name__ == "__main__":

@@ -2,14 +2,16 @@
 functions on batches of that shape. There is no actor: states are created where they are read.
 
     python benchmarks/sample_at_scale.py sample   # an 8B actor: 64 x 16 x 8,192 tokens, V = 152k
-    python benchmarks/sample_at_scale.py judge    # 64 held-out responses of 8,192 tokens, K = 4
+    python benchmarks/sample_at_scale.py judge    # held-out responses of 8,192 tokens, K = 4
 
 `sample`: of the rows that companion.queue_bytes has room for, how many are trained on and judged
 on, and on how many prompts; bytes that leave each of 8 ranks of a 70B actor for the same batch; and
 how much of the last quarter of a batch that arrives in pieces is in the sample.
 
-`judge`: seconds of the products with lm_head for three sets of heads (D = 512, a draft vocabulary
-of 8,192), and of the rest of judging.
+`judge`: seconds of judging over those of all matrix products of the heads' forward passes (cell,
+attention, feed-forward layer, copying, lm_head), D = 512, a draft vocabulary of 8,192, with the
+default heads and with the sizes of `--kind medusa`. Every response and set of heads takes the same
+time, so a few of the 64 x 3 are timed (`--responses`).
 """
 
 from __future__ import annotations
@@ -18,21 +20,32 @@ import argparse
 import contextlib
 import sys
 import time
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.acceptance import replay_probabilities
-from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.companion.positions import ROW_BYTES, EarlySample
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
+from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.loops.passes import RowTap
 
 PROMPTS, SIBLINGS, LENGTH = 64, 16, 8192
 BFLOAT16 = 2
+PRODUCTS = {
+    torch.ops.aten.mm,
+    torch.ops.aten.addmm,
+    torch.ops.aten.bmm,
+    torch.ops.aten.baddbmm,
+    torch.ops.aten.linear,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+}
+"""What matrix products are below autograd, on a CPU."""
 
 
 def rows_for(hidden: int) -> int:
@@ -90,38 +103,64 @@ def in_pieces() -> None:
     )
 
 
-def judge() -> None:
-    """Print the seconds of judging."""
+class Products(TorchDispatchMode):
+    """Counts the seconds of the matrix products in the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        began = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in PRODUCTS:
+            self.seconds += time.perf_counter() - began
+        return result
+
+
+def judge(kind: str, count: int) -> None:
+    """Print the seconds of judging `count` responses with heads of this kind."""
     generator = torch.Generator().manual_seed(0)
-    count, hidden, vocab, heads, pieces = 8, 512, 8192, 4, 8
+    hidden, vocab, prompt = 512, 8192, 256
     lengths_S = torch.full((count,), LENGTH)
     tokens = count * LENGTH
-    lm_head_VD = torch.randn(vocab, hidden, generator=generator) * hidden**-0.5
-    trained = MedusaHeads(HeadsConfig(hidden, vocab, heads))
+    lm_head_VD, embedding_VD = (
+        torch.randn(vocab, hidden, generator=generator) * hidden**-0.5 for _ in range(2)
+    )
+    heads = MedusaHeads(HeadsSection(kind=kind).sizes(hidden, vocab))
     batch = RolloutBatch(
         torch.randn(tokens, hidden, generator=generator),
         torch.randint(vocab, (tokens,), generator=generator),
         torch.full((tokens,), -2.0),
         lengths_S,
+        before_ids_X=torch.randint(
+            vocab, (count * prompt,), generator=generator, dtype=torch.int32
+        ),
+        before_S=torch.full((count,), prompt),
     )
-    features = torch.randn(2048, hidden, generator=generator)
 
-    def timed(work) -> float:
+    def judged() -> float:
         began = time.perf_counter()
-        work()
+        replay(heads, batch, lm_head_VD, embedding_VD=embedding_VD, served=Served(1.0))
         return time.perf_counter() - began
 
     with torch.no_grad():
-        one = timed(lambda: [features @ lm_head_VD.T for _ in range(heads)])
-        products = 3 * pieces * one * tokens / 2048
-        whole = timed(lambda: replay(trained, batch, lm_head_VD, served=Served(1.0)))
-    accept_MK = torch.rand(pieces * tokens, heads, generator=generator)
-    walk = timed(lambda: replay_probabilities(accept_MK, lengths_S.repeat(pieces)))
-    piece = timed(lambda: replay_probabilities(accept_MK[:LENGTH], lengths_S[:1]))
+        # In turns, because other programs may run beside this one.
+        rounds = []
+        for _ in range(3):
+            with Products() as products:
+                judged()
+            rounds.append((products.seconds, judged()))
+    accept_MK = torch.rand(tokens, heads.config.num_heads, generator=generator)
+    began = time.perf_counter()
+    replay_probabilities(accept_MK, lengths_S)
+    walk = time.perf_counter() - began
+    ratios = sorted(whole / inside for inside, whole in rounds)
+    inside, whole = min(rounds)
     say(
-        f"64 responses of {LENGTH} tokens, 3 sets of heads: products {products:.1f} s,"
-        f" judging {3 * pieces * whole:.1f} s ({pieces * 3} x {whole:.1f}); of it the walk over"
-        f" stops {3 * walk:.2f} s in one call a set, {3 * 64 * piece:.1f} s in a call a piece"
+        f"{kind}, {heads.config.num_heads} heads, {count} responses of {LENGTH} tokens, one set of"
+        f" heads: forward products {inside:.1f} s, judging {whole:.1f} s: {ratios[1]:.2f}"
+        f" ({ratios[0]:.2f} to {ratios[2]:.2f}); of it the walk over stops {walk:.2f} s"
     )
 
 
@@ -135,8 +174,14 @@ def main() -> None:
     """Run the requested part."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["sample", "judge"])
+    parser.add_argument("--kind", default=HeadsSection().kind, choices=["hydra", "medusa"])
+    parser.add_argument("--responses", type=int, default=4)
+    args = parser.parse_args()
     torch.set_num_threads(1)
-    {"sample": sample, "judge": judge}[parser.parse_args().what]()
+    if args.what == "sample":
+        sample()
+    else:
+        judge(args.kind, args.responses)
 
 
 if __name__ == "__main__":

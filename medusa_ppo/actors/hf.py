@@ -43,6 +43,8 @@ from medusa_ppo.config.model_section import VISION_FAMILIES
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+"""A folder with a tokenizer has at least one of these."""
 
 
 def load_actor(
@@ -105,6 +107,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     name = os.fspath(path)
     _check_exists(name)
     with _loading(name, "The tokenizer can't be loaded."):
+        folder = Path(name)
+        # transformers before 5.16 makes one of special tokens alone then.
+        if folder.is_dir() and not any(any(folder.glob(kind)) for kind in TOKENIZER_FILES):
+            raise FileNotFoundError(f"the folder has no file named {' or '.join(TOKENIZER_FILES)}")
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     if tokenizer.pad_token is None:
         # Padding is masked, so any token will do.

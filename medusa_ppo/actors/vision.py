@@ -200,7 +200,15 @@ class ImageReader:
             )
         try:
             processor = AutoImageProcessor.from_pretrained(name, trust_remote_code=False)
-        # OSError, ValueError, ImportError, KeyError, ...: one sentence for all.
+        except ImportError as error:
+            # Older ones read images with torchvision alone, with which vLLM's CPU build breaks.
+            raise ModelError(
+                "This release of transformers can't read the actor's images here.",
+                given=f"{name}, transformers {transformers.__version__}, without torchvision",
+                expected="transformers 5.19, where images were tested",
+                do="Install transformers 5.19, or set data.images=null.",
+            ) from error
+        # OSError, ValueError, KeyError, ...: one sentence for all.
         except Exception as error:
             reason = (str(error).strip().splitlines() or ["no message"])[0]
             raise ModelError(

@@ -34,6 +34,19 @@ signatures with what we rely on; empty: it could never be run.
 _told: set[str] = set()
 
 
+def install_command(name: str) -> str:
+    """The command that installs the last release of a loop that was run, beside us and with the
+    vLLM and the transformers that it declares; `make installs` resolves these.
+    """
+    package = name.split(".")[0]
+    if not CHECKED[name]:
+        return "see docs/hooks.md"
+    # SkyRL's extra that brings an engine pins a package that PyPI lacks (docs/hooks.md).
+    engine = "" if package == "skyrl" else "[vllm]"
+    loop = f"{package}{engine}=={CHECKED[name][-1]}.*"
+    return f"pip install 'medusa-ppo[{package}]' '{loop}'"
+
+
 def require_loop(name: str) -> str:
     """The installed version of a loop. If it was never run with our hooks, the log says so once.
 
@@ -44,7 +57,7 @@ def require_loop(name: str) -> str:
     package = name.split(".")[0]
     checked = CHECKED[name]
     expected = " or ".join(f"{package} {version}.x" for version in checked)
-    install = f"pip install '{package}=={checked[-1]}.*'" if checked else "see docs/hooks.md"
+    install = install_command(name)
     try:
         version = metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -68,6 +69,12 @@ RUNAWAY_GROWTH = 2.5
 """A KL above this that grew by RUNAWAY_GROWTH since the middle of the run is running away."""
 NOTICEABLE_RATIO = 1.005
 """Relative difference of step times below which they count as equal."""
+WORSE_BY_CHANCE = 0.025
+"""Share of versions as good as their predecessor that are counted as worse: whose 95 % interval
+lies below 0 (`cycle.CERTAIN`).
+"""
+CHANCE_OF_SO_MANY = 0.01
+"""A count of worse versions that chance reaches more rarely than this is a finding."""
 SWAP_LOSS_SHARE = 0.2
 """A swap after which less than this share of the extra accepted tokens is left is called broken."""
 
@@ -310,7 +317,27 @@ def _nothing_is_better(run: Run, window: int) -> bool:
     return serving >= KEPT_SHARE * candidate
 
 
+def _versions_worse(summary: Summary) -> Iterator[Finding]:
+    followed = summary["companion"]["versions_followed"] or 0
+    worse = summary["companion"]["versions_worse"] or 0
+    chance = sum(
+        math.comb(followed, count)
+        * WORSE_BY_CHANCE**count
+        * (1 - WORSE_BY_CHANCE) ** (followed - count)
+        for count in range(worse, followed + 1)
+    )
+    if worse and chance < CHANCE_OF_SO_MANY:
+        yield Finding(
+            "versions_worse",
+            f"{worse} of {followed} versions were significantly worse than the heads before them,"
+            f" on later batches; by chance so many are worse in {w.percent(chance)} of the runs.",
+            "Raise companion.gate_confidence or ppo.prompts_per_step, or lower"
+            " companion.learning_rate.",
+        )
+
+
 def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:
+    yield from _versions_worse(summary)
     trained = run.column(m.COMPANION_TRAINED_TOKENS)
     # The first step with the counter's final value: nothing was trained after it.
     final = next((value for value in reversed(trained) if value is not None), None)

@@ -38,3 +38,14 @@ def test_a_gain_that_begins_late_is_noticed_within_four_batches(bench: ModuleTyp
     """Pooled with all that came before it, this took 4 batches in a third of the runs."""
     runs = [bench.run(seed, bench.LATE + 4, 0.1, bench.DEMO, late=bench.LATE) for seed in range(60)]
     assert sum(run is not None for run in runs) >= 0.9 * 60
+
+
+def test_few_prompts_show_a_version_that_is_much_worse_and_seldom_a_slightly_worse_one(
+    bench: ModuleType,
+) -> None:
+    """docs/companion.md states the shares: a count of 0 says little about small losses."""
+    alike, slightly, much = (
+        sum(bench.counted_as_worse(seed, gain, bench.DEMO) for seed in range(300)) / 300
+        for gain in (0.0, -0.02, -0.2)
+    )
+    assert alike <= 0.05 and slightly < 0.4 and much > 0.9

@@ -47,7 +47,8 @@ def test_ratios_are_of_extra_tokens(bench: ModuleType) -> None:
     assert figures["counters"] == pytest.approx(1.5)
     rows = bench.table({4: steps([0] * 12, [2.5] * 12)})
     assert rows[2].startswith("| 4 | 1.00 -> 11.00 | 0.00 -> 1.00 |")
-    assert len(rows) == 3 + 3 + 12 and rows[-1].startswith("| 11-11 | 12.000 |")
+    assert len(rows) == 3 + 2 + 3 + 12 and rows[-1].startswith("| 11-11 | 12.000 |")
+    assert rows[4] == "No version was compared on later batches."
 
 
 def test_versions_are_counted_on_batches_that_came_later(bench: ModuleType) -> None:
@@ -57,7 +58,10 @@ def test_versions_are_counted_on_batches_that_came_later(bench: ModuleType) -> N
         line |= {"versions_followed": 2, "versions_worse": 1}
     figures = bench.summary(lines)
     assert (figures["versions"], figures["followed"], figures["worse"]) == (3, 2, 1)
-    assert bench.table({0: lines})[2].endswith("| 3 | 2 | 1 |")
+    rows = bench.table({0: lines, 1: lines})
+    assert rows[2].endswith("| 3 | 2 | 1 |")
+    # Clopper and Pearson's interval of 2 of 4, from their table.
+    assert "Worse: 2 of 4 versions, 50.0% (6.8% to 93.2%)" in rows
 
 
 def test_a_memory_is_compared_epoch_by_epoch(bench: ModuleType) -> None:

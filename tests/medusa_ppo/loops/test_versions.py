@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -19,8 +22,9 @@ import ray
 from heads.errors import UnsupportedVersionError
 from medusa_ppo.loops import loop_versions
 from medusa_ppo.loops.loop_seams import SEAMS, Seam, broken_seam
-from medusa_ppo.loops.loop_versions import CHECKED, require_loop
+from medusa_ppo.loops.loop_versions import CHECKED, install_command, require_loop
 
+ROOT = Path(__file__).resolve().parents[3]
 LOOP = "someloop"
 
 
@@ -108,7 +112,7 @@ def test_a_broken_seam_is_refused_by_name(
         require_loop(LOOP)
     told = str(error.value)
     assert f"{LOOP}:Trainer.generate: {words}" in told and version in told
-    assert f"pip install '{LOOP}==1.3.*'" in told
+    assert f"pip install 'medusa-ppo[{LOOP}]' '{LOOP}[vllm]==1.3.*'" in told
 
 
 def test_signatures_that_begin_with_or_take_what_we_give(
@@ -181,4 +185,20 @@ def test_a_loop_that_is_too_new_is_refused_at_the_import_of_its_hooks() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "UnsupportedVersionError" in done.stdout, done.stdout + done.stderr[-2000:]
-    assert "trl.experimental.ppo" in done.stdout and "pip install 'trl==1.12.*'" in done.stdout
+    assert "trl.experimental.ppo" in done.stdout and "'trl[vllm]==1.12.*'" in done.stdout
+
+
+def test_what_messages_tell_to_install_is_in_the_documents_and_the_package() -> None:
+    """`pip install 'verl==0.9.*'` was told, which no installation with us could satisfy; `make
+    installs` resolves the documents' lines.
+    """
+    package = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| [A-Za-z-]+ \| `(pip install [^`]*)` \| [0-9., ]+ \|", page, re.MULTILINE
+    )
+    loops = [name for name, checked in CHECKED.items() if checked and "." not in name]
+    assert [install_command(name) for name in loops] == rows
+    for name in loops:
+        assert any(part.startswith(name) for part in package["optional-dependencies"][name])
+    assert install_command("nemo_rl") == "see docs/hooks.md"

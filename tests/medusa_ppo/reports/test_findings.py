@@ -75,6 +75,7 @@ CASES: dict[str, Run] = {
     ),
     "worse_than_frozen": make({"replay_mal_serving": 1.4, "replay_mal_frozen": 1.6}),
     "stale_heads": make(drafted(2.0), drafted(1.6, staleness=6)),
+    "versions_worse": make({"versions_followed": 6, "versions_worse": 2}),
     "companion_stopped": make(
         *[{"companion_trained_tokens": min(step, 3) * 100} for step in range(12)]
     ),
@@ -134,6 +135,9 @@ def test_each_fault_is_named_once_and_alone(code: str) -> None:
             }
         ),  # the companion's turns have a bound of their own
         make({"replay_mal_serving": 1.60, "replay_mal_frozen": 1.60}),
+        # One of forty as good as their predecessors is counted as worse.
+        make({"versions_followed": 2, "versions_worse": 1}),
+        make({"versions_followed": 40, "versions_worse": 3}),
         # Rewards that vary more as more answers are right, and a critic that follows them.
         series(
             value_loss=[0.05 + 0.005 * n for n in range(20)],
