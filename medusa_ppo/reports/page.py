@@ -20,6 +20,7 @@ from medusa_ppo.contract import metrics as m
 from medusa_ppo.reports import svg, tables
 from medusa_ppo.reports.findings import find
 from medusa_ppo.reports.panels import Figure, Panels, spark_values
+from medusa_ppo.reports.plain_words import only_first_version, some_drafted
 from medusa_ppo.reports.run_files import META_FILE, METRICS_FILE, Run, read_run
 from medusa_ppo.reports.summary import build_summary
 from medusa_ppo.runtime import wording as w
@@ -100,6 +101,10 @@ def tiles(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
         f"by replay {w.length(lengths['serving_replay'])}, frozen heads"
         f" {w.length(lengths['frozen'])}"
     )
+    if only_first_version(summary):
+        replay = f"by replay {w.length(lengths['frozen'])}; one version, nothing to compare"
+    share = some_drafted(summary)
+    of_steps = f"with drafts, {share} of the steps; " if share else ""
     against = (
         f"against {w.AGAINST[pairs['against']]}, median of {w.whole(pairs['count'])} pairs,"
         f" {w.span(pairs['min'], pairs['max'])}"
@@ -123,7 +128,7 @@ def tiles(run: Run, summary: dict[str, Any]) -> list[dict[str, Any]]:
         (
             "Tokens per engine step",
             w.length(lengths["serving"]),
-            "no replay yet" if lengths["frozen"] is None else replay,
+            of_steps + ("no replay yet" if lengths["frozen"] is None else replay),
             _spark(run, m.MAL_SERVING, "serving"),
         ),
         (

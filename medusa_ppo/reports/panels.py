@@ -13,7 +13,7 @@ from medusa_ppo.reports import svg
 from medusa_ppo.reports.run_files import Run, number, numbers
 from medusa_ppo.reports.summary import PHASES
 from medusa_ppo.reports.svg import Grid, Series, bin_values
-from medusa_ppo.runtime.wording import FORMATS, percent, seconds
+from medusa_ppo.runtime.wording import FORMATS, overlapped, percent, seconds
 
 Column = str | list[float | None]
 """A metric by name, or its values step by step."""
@@ -330,11 +330,13 @@ class Panels:
             title = f"Who worked when, in step {step[m.STEP]}" + (
                 f" of {run.name}" if self.other else ""
             )
-            idle = percent(number(step.get(m.GENERATE_SCORE_IDLE)))
-            hint = (
-                "Gaps are idle time: while responses were generated and scored, engine and"
-                f" scoring were idle for {idle} on average."
-            )
+            idle = number(step.get(m.GENERATE_SCORE_IDLE))
+            hint = "Gaps are idle time."
+            if overlapped(idle):
+                hint = (
+                    "Gaps are idle time: while responses were generated and scored, engine and"
+                    f" scoring were idle for {percent(idle)} on average."
+                )
             rows = [(role, tone, spans[role]) for role, tone in ROLE_TONES.items() if role in spans]
             legend = tuple(
                 (role, tone, "solid", seconds(sum(b - a for a, b in parts)))

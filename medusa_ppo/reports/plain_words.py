@@ -32,9 +32,16 @@ def _heads(summary: dict[str, Any]) -> str:
     if mal["serving"] is None:
         return ""
     most = 1 + len(summary["acceptance_per_position"] or [])
+    share = some_drafted(summary)
+    with_drafts = " with drafts" if share else ""
     sentence = (
-        f"In the last steps an engine step wrote {mal['serving']:.2f} of at most {most} tokens"
+        f"In the last steps an engine step{with_drafts} wrote {mal['serving']:.2f} of at most"
+        f" {most} tokens"
     )
+    if share:
+        sentence += f" ({share} of the steps had drafts)"
+    if only_first_version(summary):
+        return f"{sentence}; one version was published, so there is nothing to compare it with."
     if mal["frozen"] is None or mal["serving_replay"] is None:
         return f"{sentence}."
     return (
@@ -55,3 +62,16 @@ def _policy(summary: dict[str, Any]) -> str:
         f"Meanwhile the policy went from a reward of {reward['first']:.2f} to"
         f" {reward['last']:.2f}{answers}."
     )
+
+
+def some_drafted(summary: dict[str, Any]) -> str:
+    """The share of the engine's steps with drafts, if not all had some: the acceptance lengths are
+    of these alone.
+    """
+    share = summary.get("drafted_frac")  # Earlier releases' summaries have none.
+    return w.percent(share) if share is not None and w.percent(share) != w.percent(1.0) else ""
+
+
+def only_first_version(summary: dict[str, Any]) -> bool:
+    """Whether the serving heads are the frozen ones: no second version was published."""
+    return bool(summary["companion"]["versions_published"] == 1)

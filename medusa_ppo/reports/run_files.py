@@ -95,11 +95,11 @@ class Run:
         """One metric over all steps; None where it is missing, null or not a finite number."""
         return [number(step.get(name)) for step in self.steps]
 
-    def draft_choices(self) -> Iterator[dict[str, Any]]:
-        """Rows of running sequences, steps by number of drafts, and the engine's estimate, of all
-        steps; what is not such a row is left out.
+    def draft_choices(self, last: int = 0) -> Iterator[dict[str, Any]]:
+        """Rows of running sequences, steps by number of drafts, and the engine's estimate, of the
+        last steps (0: of all); what is not such a row is left out.
         """
-        for step in self.steps:
+        for step in self.steps[-last:]:
             rows = step.get(metrics.DRAFT_CHOICES)
             for row in rows if isinstance(rows, list) else ():
                 if not isinstance(row, dict):

@@ -76,6 +76,10 @@ SUMMARY_KEYS: dict[str, str] = {
         "Standard error of that gain over its steps; null for fewer than two."
     ),
     "mean_acceptance_length.replay_steps": "Steps behind the three replay figures.",
+    "drafted_frac": (
+        "Share of the engine's steps that drafted, over the last window; acceptance lengths from"
+        " counters are of these steps. Null: the engine did not choose."
+    ),
     "acceptance_per_position": (
         "Accepted at position 1..K / draft steps, from vLLM's counters over the last window."
     ),
@@ -242,6 +246,7 @@ def build_summary(run: Run) -> dict[str, Any]:
         "steps": len(run.steps),
         "window_steps": window,
         "mean_acceptance_length": _acceptance_lengths(run, last),
+        "drafted_frac": _drafted_frac(run, window),
         "acceptance_per_position": acceptance_per_position(last),
         "mal_per_engine": mal_per_engine(last),
         "rollout_speedup": _median(speedups),
@@ -286,6 +291,12 @@ def build_summary(run: Run) -> dict[str, Any]:
         "versions": run.section("versions"),
         "extras": run.section("extras"),
     }
+
+
+def _drafted_frac(run: Run, window: int) -> float | None:
+    counts = [row["steps"] for row in run.draft_choices(window)]
+    steps = sum(sum(row) for row in counts)
+    return 1 - sum(row[0] for row in counts if row) / steps if steps else None
 
 
 def _ledger(run: Run, window: int) -> dict[str, Any]:

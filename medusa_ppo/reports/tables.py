@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as m
 from medusa_ppo.reports.findings import find
+from medusa_ppo.reports.plain_words import only_first_version, some_drafted
 from medusa_ppo.reports.run_files import Run, number
 from medusa_ppo.reports.summary import (
     STEP_S,
@@ -48,6 +49,11 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
     right = summary["correct_frac"]
     companion = summary["companion"]
     engines = summary.get("mal_per_engine")
+    share = some_drafted(summary)
+    of_steps = f" (in steps with drafts, {share} of all)" if share else ""
+    replay = f"{w.length(mal['serving_replay'])} / {w.length(mal['frozen'])}"
+    if only_first_version(summary) and mal["frozen"] is not None:
+        replay = f"{w.length(mal['frozen'])}, of the only version so far"
     pool = (
         [
             (
@@ -65,11 +71,11 @@ def summary_rows(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ),
         (
             "Tokens per engine step, first published heads -> last steps",
-            f"{w.length(mal['first'])} -> {w.length(mal['serving'])}",
+            f"{w.length(mal['first'])} -> {w.length(mal['serving'])}{of_steps}",
         ),
         (
             "The same by replay, trained heads / frozen heads",
-            f"{w.length(mal['serving_replay'])} / {w.length(mal['frozen'])}",
+            replay,
         ),
         (
             "Acceptance at position 1, 2, ...",
@@ -155,8 +161,12 @@ def _generate_score_rows(found: dict[str, Any] | None) -> list[tuple[str, str]]:
     """How long engine and scoring worked and idled; no rows for runs that don't record it."""
     if found is None or found["seconds"] is None:
         return []
-    figure = f"{w.seconds(found['seconds'])}, {w.percent(found['idle_frac'])} idle"
-    return [("Generating and scoring responses, per step; engine and scoring idle", figure)]
+    what, figure = "Generating and scoring responses, per step", w.seconds(found["seconds"])
+    # Of two sides that work in turn each is idle for half of the time, always.
+    if w.overlapped(found["idle_frac"]):
+        what += "; engine and scoring idle"
+        figure += f", {w.percent(found['idle_frac'])} idle"
+    return [(what, figure)]
 
 
 def _memory_rows(peaks: dict[str, float | None]) -> list[tuple[str, str]]:
@@ -231,14 +241,16 @@ def verdict(summary: dict[str, Any]) -> str:
             f" {w.exact_seconds(seconds['without_s'])} without it"
             f" ({w.more_time(summary['step_ratio'])})"
         )
-    if mal["gain"] is not None:
+    if mal["gain"] is not None and not only_first_version(summary):
         word = "more" if mal["gain"] >= 0 else "fewer"
         parts.append(
             f"the heads trained along the way give {abs(mal['gain']):.2f} tokens {word} per engine"
             " step than frozen ones"
         )
     elif mal["serving"] is not None:
-        parts.append(f"the engine wrote {mal['serving']:.2f} tokens per step")
+        share = some_drafted(summary)
+        with_drafts = f" with drafts ({share} of all)" if share else ""
+        parts.append(f"the engine wrote {mal['serving']:.2f} tokens per step{with_drafts}")
     right = summary["correct_frac"]
     if right["first"] is not None and right["last"] is not None and summary["steps"] > 1:
         parts.append(

@@ -89,6 +89,13 @@ def more_time(ratio: float) -> str:
     )
 
 
+def overlapped(idle_frac: float | None) -> bool:
+    """Whether two sides, idle for this share on average, worked at the same time at all. In turn
+    they are idle for half of the time whatever they do, which says nothing.
+    """
+    return idle_frac is not None and idle_frac < 0.495
+
+
 AGAINST = {
     "vllm": "vLLM without speculation",
     "own": "the same engine without drafts",

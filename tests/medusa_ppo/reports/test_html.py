@@ -22,7 +22,7 @@ import pytest
 from heads.errors import UsageError
 from medusa_ppo.contract import metrics
 from medusa_ppo.contract.metrics import REASONS
-from medusa_ppo.reports.page import follow, render_page, write_report
+from medusa_ppo.reports.page import follow, render_page, tiles, write_report
 from medusa_ppo.reports.panels import other_metrics, rest_seconds, version_marks
 from medusa_ppo.reports.run_files import Run, read_run
 from medusa_ppo.reports.summary import build_summary
@@ -31,6 +31,7 @@ from medusa_ppo.reports.tables import (
     config_rows,
     shown_versions,
     summary_rows,
+    verdict,
     version_rows,
 )
 from medusa_ppo.runtime import wording as w
@@ -379,3 +380,42 @@ def test_who_worked_when_is_drawn_for_the_last_step_that_says_so(runs: Path) -> 
         ]
         == "5 s, 30 % idle"
     )
+    # Two sides that work in turn are idle for half of the time, whatever they do.
+    told.steps[-1][metrics.GENERATE_SCORE_IDLE] = 0.5
+    assert (
+        dict(summary_rows(build_summary(told)))["Generating and scoring responses, per step"]
+        == "5 s"
+    )
+    assert "Who worked when" in page_of(told) and "idle for 50 %" not in page_of(told)
+
+
+def test_lengths_are_those_of_the_steps_with_drafts(tmp_path: Path) -> None:
+    """On the tile, in the table and in the verdict; the share is of the last window's steps."""
+    step = {
+        "step": 0,
+        "drafts": 10,
+        "accepted": 20,
+        "acceptance_per_position": [1.0, 1.0],
+        "replay_mal_serving": 2.5,
+        "replay_mal_frozen": 2.5,
+        "versions_published": 1,
+    }
+    drafted = {"draft_choices": [{"running": 1, "steps": [0, 100], "speedup": 1.5}]}
+    seldom = {"draft_choices": [{"running": 64, "steps": [47, 0, 3], "speedup": 1.0}]}
+    often = Run(tmp_path, ({**step, **drafted},))
+    now_seldom = Run(tmp_path, ({**step, **drafted}, {**step, **seldom, "step": 1}))
+    summary = build_summary(now_seldom)
+    assert summary["drafted_frac"] == pytest.approx(0.06)
+    rows = dict(summary_rows(summary))
+    assert rows["Tokens per engine step, first published heads -> last steps"].endswith(
+        "3.00 (in steps with drafts, 6.0 % of all)"
+    )
+    # One version is not compared with itself.
+    replay = rows["The same by replay, trained heads / frozen heads"]
+    assert replay == "2.50, of the only version so far"
+    assert "frozen" not in verdict(summary)
+    assert "wrote 3.00 tokens per step with drafts (6.0 % of all)" in verdict(summary)
+    (tile, *_) = tiles(now_seldom, summary)
+    assert tile["note"].startswith("with drafts, 6.0 % of the steps; ")
+    assert tile["note"].endswith("one version, nothing to compare")
+    assert "with drafts" not in tiles(often, build_summary(often))[0]["note"]

@@ -16,6 +16,7 @@ def summary(**given: Any) -> dict[str, Any]:
         "step_ratio": None,
         "mean_acceptance_length": {"serving": None, "frozen": None, "serving_replay": None},
         "acceptance_per_position": None,
+        "companion": {"versions_published": None},
         "reward": {"first": None, "last": None},
         "correct_frac": {"first": None, "last": None},
         **given,
@@ -52,3 +53,29 @@ def test_what_was_not_measured_is_left_out() -> None:
         )
     )
     assert heads == "In the last steps an engine step wrote 1.50 of at most 2 tokens."
+
+
+def test_a_length_of_the_steps_with_drafts_is_called_that() -> None:
+    """Of an engine that drafted in 6 % of its steps, an average step wrote hardly more than 1."""
+    (heads,) = in_plain_words(
+        summary(
+            mean_acceptance_length={"serving": 2.99, "frozen": None, "serving_replay": None},
+            acceptance_per_position=[0.7, 0.5, 0.4, 0.3],
+            drafted_frac=0.06,
+        )
+    )
+    assert heads == (
+        "In the last steps an engine step with drafts wrote 2.99 of at most 5 tokens"
+        " (6.0 % of the steps had drafts)."
+    )
+
+
+def test_one_version_is_not_compared_with_itself() -> None:
+    (heads,) = in_plain_words(
+        summary(
+            mean_acceptance_length={"serving": 2.1, "frozen": 2.0, "serving_replay": 2.0},
+            acceptance_per_position=[0.7, 0.5],
+            companion={"versions_published": 1},
+        )
+    )
+    assert "one version was published" in heads and "2.00" not in heads
