@@ -108,7 +108,7 @@ def _refuse_what_would_be_ignored(
 
 @command
 def check_loop(
-    trainer: Annotated[str, typer.Argument(help="module:function, as in docs/hooks.md.")],
+    trainer: Annotated[str, typer.Argument(help="module:function, as in docs/other-loops.md.")],
     medusa: Annotated[
         Path | None, typer.Option(help="YAML file; default: small heads that learn fast.")
     ] = None,
