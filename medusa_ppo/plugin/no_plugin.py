@@ -46,6 +46,9 @@ class NoPlugin:
     def before_generation(self) -> None:
         """No heads to install."""
 
+    def begin_pieces(self, step: int, responses: int, prompts: int) -> None:
+        """No states are kept."""
+
     def rollout_ready(self, rollouts: Rollouts) -> None:
         """The rollouts are not needed."""
 
