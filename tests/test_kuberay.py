@@ -101,7 +101,7 @@ def test_its_nodes_are_what_the_preset_asks_for(manifest: dict[str, Any]) -> Non
     (entrypoint,) = held
     wanted = {entrypoint: float(manifest["spec"]["entrypointNumGpus"])}
     for resource, count in (
-        (config.engine.resource, config.engine.replicas * config.engine.tensor_parallel),
+        (config.engine.resource, config.engine.replicas * config.engine.ranks),
         (config.companion.resource, config.companion.workers * per_worker),
     ):
         wanted[resource] = wanted.get(resource, 0) + count

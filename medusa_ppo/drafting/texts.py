@@ -59,6 +59,8 @@ class TextRing:
         self.ids_SL = torch.zeros(slots + 1, places, dtype=torch.int64, device=device)
         self.keys_SALw = torch.zeros(slots + 1, parts, places, width, dtype=dtype, device=device)
         self.newest_S = torch.full((slots + 1,), -1, device=device)
+        # The host knows slots without waiting; a call that is recorded can't ask it.
+        self.one_by_one = device.type == "cpu"
         self._numbers_L = torch.arange(places, device=device)
 
     def renew(self) -> None:
@@ -99,7 +101,7 @@ class TextRing:
         # In this order: keys times a column take two to four times as long on a CPU.
         query_BA1w = cast(query_BAw, self.keys_SALw.dtype).unsqueeze(2)
         score_BA1L = query_BA1w.new_empty((*query_BAw.shape[:2], 1, searched))
-        if slots_B.device.type == "cpu":
+        if self.one_by_one:
             # By request, where its keys are: to copy them takes longer than the product.
             keys_SAwL = keys_SALw.transpose(2, 3)
             for slot, query_A1w, score_A1L in zip(

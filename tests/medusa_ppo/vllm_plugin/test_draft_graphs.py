@@ -134,6 +134,9 @@ class Scene:
     def __init__(self, recorded: bool, pairs: int, copy_parts: int) -> None:
         self.step = Step(pairs, copy_parts)
         self.speculator = self.step.speculator
+        texts = self.speculator.drafter._texts
+        if texts is not None:
+            texts.one_by_one = False  # As on a GPU: nothing is asked of the host.
         self.recordings: list[Again] = []
         self.graphs = DraftGraphs(SLOTS, K, self.record)
         if recorded:
