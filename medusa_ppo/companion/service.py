@@ -77,6 +77,7 @@ LAST_BATCH_S = 3.0
 the loop ends its process after 5 s.
 """
 KEPT_VERSIONS = 3
+UNWRITTEN = "The new heads could not be written where the engine takes them from"
 SAVED_EVERY = 8
 """Batches without a version after which the state is written anyway: at a width of 4,096 it is
 about 10 GiB.
@@ -134,6 +135,8 @@ class CompanionService:
         self._device = self._cycle.trainer.device
         self._run_dir = Path(arguments.run_dir) if arguments.run_dir else None
         self._published: PublishedHeads | None = None
+        # The serving heads are not yet where the engine takes them from.
+        self._unwritten = False
         self._feed = open_feed(config.feed) if config.feed else None
         self._fed_version = 0
         self._judged = Judged()
@@ -261,6 +264,7 @@ class CompanionService:
             self._go_on_from(version, state)
             # Never judged against the engine's heads.
             self._published = None
+            self._unwritten = False
             self._follows = version
             # Otherwise a restart would bring back the heads that the engine did without.
             self._tried("The companion's state could not be saved", self._write_checkpoint)
@@ -377,9 +381,9 @@ class CompanionService:
                     self._tried("The companion's state could not be saved", self._checkpoint)
                 if self._ends:
                     continue
-                if report.published:
-                    with self._state_lock:  # `adopt` writes the same file.
-                        self._publish()
+                self._unwritten |= report.published
+                # After every batch, so that a version is written once there is room for it.
+                self._tried(UNWRITTEN, self._publish_unwritten)
                 # After every batch, so that a feed that was unavailable gets what it missed.
                 self._tried("The new heads could not be put into the feed", self._feed_newest)
             except Exception as error:
@@ -548,6 +552,12 @@ class CompanionService:
             logger.exception("The companion could not leave its device.")
             self._error = self._error or f"{type(error).__name__}: {error}"
 
+    def _publish_unwritten(self) -> None:
+        """Publish the serving heads, if that has not happened yet."""
+        with self._state_lock:  # `adopt` writes the same file.
+            if self._unwritten:
+                self._publish()
+
     def _publish(self) -> None:
         """Write the serving heads: to a file in shared memory, which the engine swaps in, and as a
         native checkpoint to the run's folder.
@@ -568,6 +578,7 @@ class CompanionService:
         self._published = PublishedHeads(
             version, str(path), checksum(state), cycle.published_policy_version, length
         )
+        self._unwritten = False
         self._tried(
             "The new heads could not be written into the run's folder",
             lambda: self._keep_heads(length if row else None),
@@ -669,8 +680,8 @@ class CompanionService:
                 lambda: self._own_saved_state(resumed=folder is not None),
             )
         self._adopt_newest()
-        if self._cycle.version > 0:
-            self._publish()
+        self._unwritten = self._cycle.version > 0
+        self._tried(UNWRITTEN, self._publish_unwritten)
         self._tried("The first heads could not be put into the feed", self._feed_first)
         self._tried(
             "The companion could not mark its start",
@@ -685,7 +696,7 @@ class CompanionService:
             return
         if self._published is not None:
             self._feed_newest()
-        elif not self._cycle.serving.untrained:
+        elif self._cycle.version == 0 and not self._cycle.serving.untrained:
             path = self._publish_dir / "start.safetensors"
             save_state(path, self._cycle.serving.trainable_state(copied=False))
             # The first version that the gate lets through has the feed's next number.

@@ -462,9 +462,11 @@ class MedusaPlugin:
                 if self._wants_states:
                     # Tables that were not sent while nothing was trained.
                     self._send_tables(rollouts.policy_version)
-                    self._collector = self._companion.collector(
-                        rollouts, None if pieces is None else pieces.sample
-                    )
+                    sample = None
+                    if pieces is not None:
+                        tokens = sum(len(response.token_ids) for response in rollouts.responses)
+                        sample = pieces.settle(tokens)
+                    self._collector = self._companion.collector(rollouts, sample)
                     self.empty_responses += self._collector.empty_responses
         return self._collector
 

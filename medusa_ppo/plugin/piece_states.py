@@ -5,6 +5,7 @@ as many as may be in the batch's sample, and no more, wherever its passes run.
 from __future__ import annotations
 
 import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -49,8 +50,10 @@ class PickingTap(ABC):
 class PieceStates:
     """The states of all pieces of a batch that were scored so far.
 
+    Pieces are scored in a thread of their own, and the last ones after all of the batch is written.
+
     Attributes:
-        sample: the batch's sample. Its `most` falls as more tokens come.
+        sample: the batch's sample. Its `most` falls as more tokens come, until `settle`.
     """
 
     def __init__(self, sample: EarlySample, responses: int, prompts: int) -> None:
@@ -65,6 +68,8 @@ class PieceStates:
         self._pieces: dict[int, tuple[Response, ...]] = {}  # By the index of the first response.
         self._wanted: dict[int, torch.Tensor] = {}
         self._states: dict[int, torch.Tensor] = {}
+        self._settled = False
+        self._lock = threading.Lock()
 
     def tap(self, first: int, piece: Sequence[Response]) -> PieceTap:
         """The tap for the passes over all responses to some prompts.
@@ -72,20 +77,36 @@ class PieceStates:
         Args:
             first: index of their first in the batch.
         """
-        self._pieces[first] = tuple(piece)
-        seen = [response for known in self._pieces.values() for response in known]
-        tokens = sum(len(response.token_ids) for response in seen)
-        expected = tokens * self._responses / len(seen)
-        if expected > self.sample.rows:
-            # Never raised again: what was left out is gone, and all rows are to be as likely.
-            most = min(self.sample.most, SPARE * self.sample.rows / expected)
-            self.sample = replace(self.sample, most=most)
-        self._wanted |= self._candidates(first)
-        # Then those are dropped that the sample can't have any more.
-        kept = sum(int(wanted.sum()) for wanted in self._wanted.values())
-        if kept > MOST_OF_PIECES * self.sample.rows:
-            self._leave_out()
+        with self._lock:
+            self._pieces[first] = tuple(piece)
+            seen = [response for known in self._pieces.values() for response in known]
+            if not self._settled:
+                tokens = sum(len(response.token_ids) for response in seen)
+                self._expect(tokens * self._responses / len(seen))
+            self._wanted |= self._candidates(first)
+            # Then those are dropped that the sample can't have any more.
+            kept = sum(int(wanted.sum()) for wanted in self._wanted.values())
+            if kept > MOST_OF_PIECES * self.sample.rows:
+                self._leave_out()
         return PieceTap(self, first, len(piece))
+
+    def settle(self, tokens: int) -> EarlySample:
+        """The batch's sample from now on, also for pieces that have not been scored yet.
+
+        Args:
+            tokens: how many the whole batch has.
+        """
+        with self._lock:
+            self._expect(tokens)
+            self._settled = True
+        return self.sample
+
+    def _expect(self, tokens: float) -> None:
+        """Lower the sample's `most` to what a batch with that many tokens allows."""
+        if tokens > self.sample.rows:
+            # Never raised again: what was left out is gone, and all rows are to be as likely.
+            most = min(self.sample.most, SPARE * self.sample.rows / tokens)
+            self.sample = replace(self.sample, most=most)
 
     def wanted(self, sequence: int) -> torch.Tensor:
         """The tokens of a response whose states are wanted, bool."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -120,9 +120,13 @@ class PPOLoop:
         """A loop at the same position, with different settings and parts."""
         return PPOLoop(config, parts, self.progress, self.position)
 
-    def run(self, writer: RunWriter) -> None:
+    def run(self, writer: RunWriter, stop_if_told: Callable[[], None] = lambda: None) -> None:
         """All steps from the current position on; every finished step is on disk before the next
         begins.
+
+        Args:
+            stop_if_told: called after each step; raises if a signal to stop came and was caught on
+                its way.
         """
         config = self.config
         began = time.monotonic() - self.position.wall_s
@@ -130,6 +134,9 @@ class PPOLoop:
         self.progress.run_started(config.name, self.position.next_step, config.ppo.steps)
         for step in range(self.position.next_step, config.ppo.steps):
             values = self.step(step)
+            # A reward that catches everything has caught the signal, too, and what it gave then
+            # is not to be built on.
+            stop_if_told()
             wall_s = time.monotonic() - began
             self.position = RunPosition(
                 step + 1,
@@ -449,7 +456,7 @@ def run_ppo(
         session = stack.enter_context(RunSession(config, progress))
         parts, position, writer = session.prepare(resume, allow)
         loop = PPOLoop(config, parts, progress, position)
-        loop.run(writer)
+        loop.run(writer, session.stop_if_told)
         session.save(parts, loop.position)
         if config.report.compare_pairs:  # medusa
             session.compare(parts, functools.partial(compare, loop, say=progress.note))  # medusa

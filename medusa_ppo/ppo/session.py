@@ -94,6 +94,10 @@ class RunSession:
         self._signals = self._stack.enter_context(StopSignals())
         return self
 
+    def stop_if_told(self) -> None:
+        """Raises KeyboardInterrupt if a signal to stop was caught by other code."""
+        self._signals.stop_if_told()
+
     def prepare(
         self, resume: bool, allow: Sequence[str] = ()
     ) -> tuple[Parts, RunPosition, RunWriter]:

@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -187,16 +188,24 @@ def _object_store_bytes(queue_bytes: int) -> int:
     return max(128 * MIB, min(wanted, psutil.virtual_memory().available // 4))
 
 
+SWALLOWED_S = 10.0
+"""A signal this long after the last one that raised raises again, unless clean-up has begun."""
+
+
 class StopSignals:
     """Ctrl-C and SIGTERM raise KeyboardInterrupt once in the block; after that they are ignored, so
     that the clean-up is not cut short.
+
+    Other people's code (a reward) may catch everything. So until `ignore` is called, a later signal
+    raises again, and `stop_if_told` raises between two pieces of work.
 
     Does nothing outside the main thread, the only one where Python allows handlers.
     """
 
     def __init__(self) -> None:
         self._before: dict[int, Callable[..., object] | int | None] = {}
-        self.stopping = False
+        self._raised_at: float | None = None
+        self._cleaning = False
 
     def install(self) -> StopSignals:
         """Install the handlers; call it again after a library (Ray) has installed its own."""
@@ -217,13 +226,22 @@ class StopSignals:
 
     def ignore(self) -> None:
         """Clean-up has begun: from now on signals are noted but ignored."""
-        self.stopping = True
+        self._cleaning = True
+
+    def stop_if_told(self) -> None:
+        """Raise KeyboardInterrupt if a signal has raised it in this block already, and somebody
+        caught it.
+        """
+        if self._raised_at is not None:
+            raise KeyboardInterrupt
 
     def _handle(self, number: int, frame: object) -> None:
-        if self.stopping:
+        now = time.monotonic()
+        recent = self._raised_at is not None and now - self._raised_at < SWALLOWED_S
+        if self._cleaning or recent:
             logger.warning("Already stopping, please wait: engine and companion are being closed.")
             return
-        self.stopping = True
+        self._raised_at = now
         raise KeyboardInterrupt
 
 

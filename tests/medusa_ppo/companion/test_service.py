@@ -950,6 +950,38 @@ def test_a_full_disk_keeps_no_heads_from_the_engine(
     service.close()
 
 
+def test_heads_that_could_not_be_written_reach_the_engine_later(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = chain()
+    service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
+    save = service_module.save_state
+
+    def save_state(path: Path, state: Any) -> None:
+        if path.name.startswith("heads-"):
+            raise OSError(28, "No space left on device")
+        save(path, state)
+
+    monkeypatch.setattr(service_module, "save_state", save_state)
+    run_batches(service, [task.batch() for _ in range(8)])
+    status = service.status()
+    assert status.versions_published > 0 and "where the engine takes them from" in status.error
+    assert service.newest(0).published is None
+    monkeypatch.setattr(service_module, "save_state", save)
+    # A batch that can't bring a version of its own.
+    spoilt = task.batch()
+    spoilt.hidden_MD[0, 0] = math.nan
+    run_batches(service, [spoilt])
+    published = service.newest(0).published
+    assert published is not None and published.version == status.versions_published
+    assert checksum(load_state(published.path)) == published.checksum
+    # Once is enough.
+    Path(published.path).unlink()
+    run_batches(service, [spoilt])
+    assert not Path(published.path).exists()
+    service.close()
+
+
 def test_the_newest_heads_stay_when_the_clock_was_put_back(tmp_path: Path) -> None:
     files = [tmp_path / f"heads-{number:06d}.safetensors" for number in range(6)]
     for number, file in enumerate(files):

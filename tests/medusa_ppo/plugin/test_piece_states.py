@@ -5,6 +5,7 @@ may be in its sample, and the sample is as good as one of the whole batch.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -42,14 +43,21 @@ class Scene:
         held = PieceStates(sample, len(self.lengths), self.prompts)
         most = 0
         for prompt in order:
-            first = prompt * ANSWERS
-            tap = held.tap(first, self.rollouts.responses[first : first + ANSWERS])
-            tap.put({s: self.states[first + s][wanted] for s, wanted in enumerate(tap.wanted)})
+            self.score(held, prompt)
             most = max(most, held.kept)
         return held, most
 
-    def collected(self, held: PieceStates) -> BatchCollector:
-        collector = BatchCollector(self.rollouts, held.sample.unless_all_fit(sum(self.lengths)))
+    def score(self, held: PieceStates, prompt: int) -> None:
+        first = prompt * ANSWERS
+        tap = held.tap(first, self.rollouts.responses[first : first + ANSWERS])
+        tap.put({s: self.states[first + s][wanted] for s, wanted in enumerate(tap.wanted)})
+
+    def collected(self, held: PieceStates, late: Sequence[int] = ()) -> BatchCollector:
+        """The batch, whose sample was drawn before the late pieces were scored."""
+        tokens = sum(self.lengths)
+        collector = BatchCollector(self.rollouts, held.settle(tokens).unless_all_fit(tokens))
+        for prompt in late:
+            self.score(held, prompt)
         for s, wanted in enumerate(collector.wanted):
             collector.put(s, held.take(s, wanted))
         assert collector.complete and not held.kept
@@ -82,6 +90,18 @@ def test_a_sample_by_pieces_has_its_own_states_and_is_no_larger(share: float) ->
     assert len(judged) >= (6 if share > 0.1 else 1) and not judged & set(
         batch.prompts_S[~batch.held_S].tolist()
     )
+
+
+@pytest.mark.parametrize("rows", [300, 3000])
+def test_pieces_may_be_scored_after_the_whole_batch_is_written(rows: int) -> None:
+    """The last ones are the longest, so that more is expected with each of them."""
+    for seed in range(10):
+        scene = Scene(sorted(some_lengths(48, seed)))
+        held, _ = scene.scored(scene.sample(rows, seed), list(range(40)))
+        collector = scene.collected(held, late=range(40, 48))
+        wanted_M = torch.cat(collector.wanted)
+        assert torch.equal(collector.batch().hidden_MD[:, 0], wanted_M.nonzero()[:, 0].float())
+        assert 0.5 * rows < int(wanted_M.sum()) <= rows
 
 
 def test_what_comes_in_one_piece_is_the_sample_of_the_batch() -> None:

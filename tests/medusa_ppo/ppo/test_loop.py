@@ -8,9 +8,11 @@ import copy
 import itertools
 import json
 import os
+import signal
 import time
 import types
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -33,6 +35,7 @@ from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import read_position, save_companion, saved_folder
 from medusa_ppo.ppo.session import Parts
 from medusa_ppo.reports.store import RunWriter, read_run
+from medusa_ppo.runtime.processes import StopSignals
 from tests.medusa_ppo.conftest import RecordingCompanion
 
 LETTERS = range(1, 5)
@@ -486,3 +489,28 @@ def test_another_policy_in_the_engine_is_told_once(tmp_path: Path, tiny_actor, s
     steps = [told.step(0), told.step(1)]
     assert len(Told.notes) == 1 and "importance_bound" in Told.notes[0]
     assert all(step[names.LOGPROB_GAP] > 0.05 and step[names.ENGINE_KL] > 0.05 for step in steps)
+
+
+def test_a_reward_that_catches_everything_does_not_keep_a_run_from_ending(
+    tmp_path: Path, tiny_actor, sampling_engine
+):
+    scene = LoopScene(settings(tmp_path, steps=3), tiny_actor(), sampling_engine)
+    kept: list[dict] = []
+
+    def judge(prompt: str, response: str, row: dict) -> float:
+        try:
+            if len(kept) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+        except BaseException:
+            return 0.0
+        return 1.0
+
+    scene.parts.reward = CallableReward(judge, "judge")
+    loop = PPOLoop(scene.config, scene.parts)
+    with StopSignals() as signals, pytest.raises(KeyboardInterrupt):
+        loop.run(
+            SimpleNamespace(step=kept.append),  # type: ignore[arg-type]
+            signals.stop_if_told,
+        )
+    # The step whose rewards the signal spoilt is not one that a resumed run builds on.
+    assert len(kept) == 1 and loop.position.next_step == 1

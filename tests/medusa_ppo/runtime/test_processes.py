@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -32,6 +33,25 @@ def test_a_signal_stops_once_and_the_cleanup_goes_on(
                 cleaned = True
         assert cleaned and "Already stopping" in caplog.text
     assert signal.getsignal(number) is before
+
+
+def test_a_signal_that_other_code_caught_still_stops(monkeypatch: pytest.MonkeyPatch):
+    now = [0.0]
+    monkeypatch.setattr(runtime.time, "monotonic", lambda: now[0])
+    with StopSignals() as signals:
+        signals.stop_if_told()
+        with contextlib.suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            signals.stop_if_told()
+        # Whoever has not caught it may be on the way out.
+        os.kill(os.getpid(), signal.SIGTERM)
+        now[0] += runtime.SWALLOWED_S
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        signals.ignore()
+        now[0] += runtime.SWALLOWED_S
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def test_handlers_are_put_back_even_if_a_library_replaced_them():
