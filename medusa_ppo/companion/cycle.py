@@ -536,7 +536,8 @@ class Cycle:
         if self._draft_vocab is not None:
             self._counts_V = state.get("token_counts", self._counts_V).clone()
             self._draft_from(state.get("draft_ids", self._served.ids_W))
-        self.replay.load_state_dict(under(state, "replay."))
+        # What was kept for a draft vocabulary has the tables' rows of its tokens alone.
+        self.replay.load_state_dict(under(state, "replay."), whole_tables=self._draft_vocab is None)
         self.evidence.load_state_dict(under(state, "evidence."))
         self.after.load_state_dict(under(state, "after."))
         for name, value in zip(names, state["counters"].tolist(), strict=True):

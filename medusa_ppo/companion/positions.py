@@ -513,14 +513,20 @@ class ReplayBuffer:
             }
         return state
 
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Restore the batches of a state (an empty one: none)."""
+    def load_state_dict(self, state: dict[str, torch.Tensor], whole_tables: bool = False) -> None:
+        """Restore the batches of a state (an empty one: none).
+
+        Args:
+            whole_tables: without those that have only some rows of the actor's tables.
+        """
         self._batches = deque()
         for index in sorted({name.split(".")[0] for name in state}):
             version, temperature, top_k, top_p = state[f"{index}.meta"].tolist()
             # Copies, because products round differently for unaligned tensors, as they are in a
             # file.
             found = {name: state.get(f"{index}.{name}") for name in FIELDS}
+            if whole_tables and found["table_ids_R"] is not None:
+                continue
             tensors: dict[str, Any] = {
                 name: None if value is None else value.clone() for name, value in found.items()
             }

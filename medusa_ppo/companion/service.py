@@ -632,12 +632,12 @@ class CompanionService:
         forget_oldest(folder, "v[0-9]*")
 
     def _tried(self, what: str, write: Callable[[], object]) -> None:
-        """Report a file that can't be written (a full or read-only disk, an unavailable feed) in
-        the status; training continues.
+        """Report a file that can't be written (a full or read-only disk, an unavailable feed, a
+        folder of heads that was damaged) in the status; training continues.
         """
         try:
             write()
-        except (OSError, FeedError) as error:
+        except (OSError, FeedError, CheckpointError) as error:
             self._note = f"{what}: {error}"
             logger.warning("%s; training continues.", self._note)
 

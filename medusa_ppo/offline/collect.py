@@ -199,13 +199,14 @@ def take_samples(
     do: str,
 ) -> list[Sample]:
     """Take the rows' samples in order, up to this many written tokens (0: all). Of rows that have
-    more than MOST_OF_ONE of these, the rest is taken only if all rows together are too few.
+    more than MOST_OF_ONE of these, the rest is taken only if all rows together are too few, from
+    each in turn.
 
     Raises:
         DataError: there are none.
     """
     samples: list[Sample] = []
-    rest: list[Sample] = []
+    rests: list[list[Sample]] = []
     tokens = seen = 0
     for found in rows:
         seen += 1
@@ -218,9 +219,10 @@ def take_samples(
         if tokens >= max_tokens:
             return samples
         if len(taken) < len(found):
-            # More than this is never needed, and a stream may have no end.
-            rest = within([*rest, *found[len(taken) :]], max_tokens)
-    samples += within(rest, max_tokens - tokens)
+            # There are few such rows: each has given MOST_OF_ONE already.
+            rests.append(within(found[len(taken) :], max_tokens))
+    rest = (sample for turn in itertools.zip_longest(*rests) for sample in turn if sample)
+    samples += within(list(rest), max_tokens - tokens)
     if not samples:
         raise DataError(problem, given=f"{seen} {what}", expected=expected, do=do)
     return samples

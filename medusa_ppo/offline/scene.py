@@ -58,6 +58,7 @@ MESSAGES, PROMPT = "messages", "prompt"
 RESUME_FOLDER, MODEL_FOLDER = "resume", "model"
 """Folders of `train` in OUT: an interrupted training, and a checkpoint of Megatron converted."""
 BEST_PREFIX = ".best-"
+LOGS = {".log", ".out", ".err"}
 """Folders in OUT where the best heads are written before they replace the ones there."""
 STREAMED_SHARE = 16
 """From a streamed data set, as many prompts are read as are needed if a response has this many
@@ -347,9 +348,11 @@ def refuse_foreign_out(out: Path) -> None:
     if (out / RESUME_FOLDER).is_dir():
         return
     names = {path.name for path in out.iterdir()} if out.is_dir() else set()
-    # Of a training that was interrupted before it wrote more.
+    # Of a training that was interrupted before it wrote more, or what a shell or a job's queue has
+    # begun to write there.
     names -= {LOCK_FILE, MODEL_FOLDER}
-    if not all(name.startswith(BEST_PREFIX) for name in names) or not out.is_dir():
+    own = (name.startswith(BEST_PREFIX) or Path(name).suffix in LOGS for name in names)
+    if not all(own) or not out.is_dir():
         refuse_foreign_folder(out)
 
 

@@ -431,6 +431,21 @@ def test_the_draft_vocabulary_follows_the_rollouts(chain) -> None:
     assert not {"token_counts", "draft_ids"} & set(off.state_dict())
 
 
+def test_batches_kept_for_a_draft_vocabulary_are_not_trained_on_without_it(chain) -> None:
+    task = chain()
+    heads = HeadsConfig(task.hidden, task.vocab, num_heads=3)
+    config = CompanionConfig(replay_versions=3, wait=True)
+    cycle = Cycle(heads, config, task.lm_head_VD, seed=0, num_drafts=2, draft_vocab=4)
+    for version in range(3):
+        cycle.run(dataclasses.replace(task.batch(8), policy_version=version))
+    assert len(cycle.replay) == 3
+    off = Cycle(heads, config, task.lm_head_VD, seed=0, num_drafts=2)
+    off.load_state_dict(cycle.state_dict())
+    # They have four rows of lm_head; any other token is outside of them.
+    report = off.run(dataclasses.replace(task.batch(8), policy_version=3))
+    assert report.problem == "" and len(off.replay) == 1
+
+
 def test_a_batch_of_one_prompt_judges_what_earlier_ones_made_and_is_trained_on_then(chain) -> None:
     task = chain()
     cycle = make(task)

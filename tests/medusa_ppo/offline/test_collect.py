@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ from medusa_ppo.offline.collect import (
     samples_of,
     split_samples,
     take_prompts,
+    take_samples,
 )
 
 
@@ -135,6 +137,13 @@ def test_one_long_text_is_not_all_that_heads_learn(tokenizer: PreTrainedTokenize
     few = samples_from_texts([long, "what is 1 + 2?"], tokenizer, 51, most)
     assert most <= sum(sample.written for sample in few) < most + 50
     assert {sample.prompt for sample in few} == {0, 1}, "both are needed"
+
+
+def test_few_long_rows_give_as_much_each() -> None:
+    rows = [[Sample((0,) * 11, ((1, 11),), row) for _ in range(400)] for row in range(5)]
+    samples = take_samples(rows, 5000, "", "", expected="", do="")
+    counts = Counter(sample.prompt for sample in samples)
+    assert sum(counts.values()) == 500 and max(counts.values()) <= 101, counts
 
 
 def test_a_long_text_is_not_all_that_heads_are_judged_on() -> None:

@@ -231,6 +231,12 @@ def test_a_folder_of_something_else_is_refused(options: TrainOptions, file: str)
     assert (options.out / file).read_text() == "{}"
 
 
+def test_a_folder_where_a_log_is_written_is_none_of_something_else(options: TrainOptions) -> None:
+    options.out.mkdir()
+    (options.out / "train.log").write_text("")
+    plan_training(options)
+
+
 def test_a_second_training_in_the_same_folder_is_refused(
     options: TrainOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
