@@ -144,16 +144,20 @@ def policy_actor() -> Any:
 
     class MedusaPolicyActor(plain_class(ppo_actor.PolicyModelActor)):  # type: ignore[misc]
         _medusa_rows: int = 0
+        _medusa_rank: TappedRank | None = None
 
-        @functools.cached_property
+        # Not `cached_property`: Ray pickles this class, and until Python 3.12 that has a lock.
+        @property
         def _medusa(self) -> TappedRank:
             # Made when it is first needed: the model is loaded by a separate call after the
             # constructor.
-            args, model = self.strategy.args, self.actor.model
-            sampling = sampling_of(args)
-            kept = args.medusa.companion.queue_bytes, args.medusa.heads.num_heads
-            actor = HFActor(model, reports=self.strategy.get_rank() == 0)
-            return TappedRank(PassTap(model, sampling, *kept), actor)
+            if self._medusa_rank is None:
+                args, model = self.strategy.args, self.actor.model
+                sampling = sampling_of(args)
+                kept = args.medusa.companion.queue_bytes, args.medusa.heads.num_heads
+                actor = HFActor(model, reports=self.strategy.get_rank() == 0)
+                self._medusa_rank = TappedRank(PassTap(model, sampling, *kept), actor)
+            return self._medusa_rank
 
         def forward(
             self, sequences: Any, action_mask: Any = None, attention_mask: Any = None, **kwargs: Any

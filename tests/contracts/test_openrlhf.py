@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 pytest.importorskip(
@@ -418,6 +419,20 @@ def policy_worker(model: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
     return worker
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        ours.policy_actor,
+        ours.tapped_policy_actor,
+        lambda: ours.rollout_actor({}),
+        ours.trainer_actor,
+    ],
+    ids=["policy", "tapped policy", "rollout", "trainer"],
+)
+def test_ray_can_send_our_classes_to_another_process(made: Callable[[], Any]) -> None:
+    assert ray.cloudpickle.dumps(ours.plain_class(made()))
 
 
 def forward(worker: Any, rows: Any) -> None:

@@ -22,6 +22,8 @@ from medusa_ppo.loops.remote import RemoteAttachment, call_all, sum_counters
 ALONE = 0.001
 """Amount of a node's resource: it decides where, not how many."""
 REQUESTS = 4
+CONTRACTS = str(Path(__file__).resolve().parents[1] / "contracts")
+"""Not imported as `tests.contracts`: both loops' packages bring a `tests` of their own."""
 
 
 def openrlhf(attachment: RemoteAttachment, model: str, where: dict[str, float]) -> tuple[Any, Any]:
@@ -29,7 +31,9 @@ def openrlhf(attachment: RemoteAttachment, model: str, where: dict[str, float]) 
     from vllm import SamplingParams
 
     from medusa_ppo.loops import openrlhf as ours
-    from tests.contracts import openrlhf_on_cpu
+
+    sys.path.insert(0, CONTRACTS)
+    import openrlhf_on_cpu
 
     openrlhf_on_cpu.without_flash_attn()
     arguments = {**attachment.arguments(ours.WORKER_EXTENSION), "max_logprobs": 1}
@@ -68,7 +72,9 @@ def verl(attachment: RemoteAttachment, model: str, where: dict[str, float]) -> t
 
     from medusa_ppo.loops.verl import verl_trainer
     from medusa_ppo.loops.verl.verl_server import MedusaHttpServer
-    from tests.contracts.test_verl_server import sections
+
+    sys.path.insert(0, CONTRACTS)
+    from test_verl_server import sections
 
     assert verl_trainer.__name__ in sys.modules, "`sections` looks for it there"
     rollout, section = sections(Path(model), attachment)
