@@ -33,7 +33,7 @@ from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch, process_environment
 from medusa_ppo.engines.pieces import Ended, Finished, Partly, SharedMemory, tell
 from medusa_ppo.engines.pool import EnginePool
-from medusa_ppo.runtime.files import OwnedFolder, forget_registration
+from medusa_ppo.runtime.files import OwnedFolder, forget_registration, sweep
 from medusa_ppo.runtime.hardware import gpu_places, settled_engine, visible_gpus
 from medusa_ppo.runtime.processes import (
     TOKEN,
@@ -66,7 +66,6 @@ class EngineHost:
         """As `ColocatedEngine`, with the plan last."""
         self._start = start
         self._engine: ColocatedEngine | None = None
-        self._received: OwnedFolder | None = None
 
     def start(self, sent: SentFiles | None = None, devices: tuple[str, ...] = ()) -> Answer:
         """Start vLLM; returns the id of the Ray node that this runs on.
@@ -78,26 +77,21 @@ class EngineHost:
         if devices:
             # Early enough: nothing here has used a GPU yet.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        # No command of ours runs on a node that has only engines, and an engine that was killed
+        # there while it received a file has left it in memory.
+        sweep()
         model, heads, *more, plan = self._start
-        if sent is not None and not Path(heads).is_dir():
-            heads = self._receive(sent)
-        try:
-            self._engine = ColocatedEngine(model, heads, *more, plan=plan)
-        except MedusaError as error:
-            return error, {}
-        finally:
-            forget_registration()  # Its own workers (tensor parallelism) do so themselves.
+        with contextlib.ExitStack() as stack:
+            if sent is not None and not Path(heads).is_dir():
+                # Removed as soon as vLLM has read them: `close` ends this process with SIGKILL.
+                heads = stack.enter_context(_received(sent))
+            try:
+                self._engine = ColocatedEngine(model, heads, *more, plan=plan)
+            except MedusaError as error:
+                return error, {}
+            finally:
+                forget_registration()  # Its own workers (tensor parallelism) do so themselves.
         return ray.get_runtime_context().get_node_id(), self._state()
-
-    def _receive(self, sent: SentFiles) -> str:
-        """Write the files into a folder of this process, and return it."""
-        self._received = OwnedFolder("medusa-ppo-received-", shared_memory=True)
-        folder = self._received.path / "heads"
-        folder.mkdir()
-        for name, (reference,) in sent.items():
-            content: Any = ray.get(reference)
-            content.tofile(folder / name)
-        return str(folder)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Answer:
         """Call a method of the engine."""
@@ -130,6 +124,18 @@ class EngineHost:
 
     def _state(self) -> dict[str, Any]:
         return {name: getattr(self._engine, name) for name in STATE}
+
+
+@contextlib.contextmanager
+def _received(sent: SentFiles) -> Iterator[str]:
+    """A folder in this node's memory that has these files during the block."""
+    with contextlib.closing(OwnedFolder("medusa-ppo-received-", shared_memory=True)) as owned:
+        folder = owned.path / "heads"
+        folder.mkdir()
+        for name, (reference,) in sent.items():
+            content: Any = ray.get(reference)
+            content.tofile(folder / name)
+        yield str(folder)
 
 
 def gpus_asked(config: EngineConfig, ranks: int) -> float:

@@ -41,6 +41,7 @@ from medusa_ppo.engines.pieces import (
 from medusa_ppo.engines.pool import MAX_RESTARTS, EnginePool
 from medusa_ppo.engines.ray_engine import EngineHost, RayEngine, make_engine, replica
 from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.runtime import files
 from tests.medusa_ppo.conftest import on_two_gpus
 
 if TYPE_CHECKING:
@@ -908,6 +909,33 @@ def test_replicas_have_addresses_of_their_own() -> None:
 
 
 # ---- engines on other nodes
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_heads_from_another_node_are_in_memory_only_until_vllm_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """An engine ends by SIGKILL, which removes nothing."""
+    monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path)
+    killed = tmp_path / "medusa-ppo-received-killed"
+    killed.mkdir()
+    (killed / files.LOCK).touch()
+    seen = list[bytes]()
+
+    def started(model: str, heads: str, *more: Any, plan: Any) -> EchoEngine:
+        seen.append((Path(heads) / "heads.safetensors").read_bytes())
+        if fails:
+            raise EngineError("vLLM did not start.")
+        return EchoEngine(0)
+
+    monkeypatch.setattr(ray_engine, "ColocatedEngine", started)
+    monkeypatch.setattr(ray_engine.ray, "get", lambda content: content)
+    node = SimpleNamespace(get_node_id=lambda: "other")
+    monkeypatch.setattr(ray_engine.ray, "get_runtime_context", lambda: node)
+    host = EngineHost("model", str(tmp_path / "elsewhere"), EngineConfig(), 0, None)
+    answer, _ = host.start({"heads.safetensors": [np.frombuffer(b"bytes", dtype=np.uint8)]})
+    assert seen == [b"bytes"] and (isinstance(answer, EngineError) if fails else answer == "other")
+    assert not list(tmp_path.iterdir()), "its own, or what a killed engine has left"
 
 
 def test_an_engine_on_another_node_gets_the_files_bytes(tmp_path: Path) -> None:
