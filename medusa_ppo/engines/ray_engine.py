@@ -21,7 +21,7 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from heads.errors import EngineError, MedusaError
+from heads.errors import EngineError, MedusaError, SwapError
 from medusa_ppo.config.engine_section import COLOCATED, EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
@@ -118,8 +118,20 @@ class EngineHost:
         self, method: str, content: np.ndarray, version: int, checked: Checked | None
     ) -> Answer:
         """Call a method that reads a file, with the file's bytes from another node."""
-        with contextlib.closing(OwnedFolder("medusa-ppo-received-", shared_memory=True)) as folder:
-            content.tofile(folder.path / "state.safetensors")
+        with contextlib.ExitStack() as stack:
+            try:
+                folder = OwnedFolder("medusa-ppo-received-", shared_memory=True)
+                stack.callback(folder.close)
+                content.tofile(folder.path / "state.safetensors")
+            except OSError as error:
+                # The engine is well, and has what it had: it need not be started again.
+                refused = SwapError(
+                    "The engine's node has no room for a file that was sent to it.",
+                    given=f"{content.nbytes} bytes on {os.uname().nodename}: {error}",
+                    expected="room in /dev/shm",
+                    do="Enlarge /dev/shm of that node, or free memory there.",
+                )
+                return refused, self._state()
             return self.call(method, str(folder.path / "state.safetensors"), version, checked)
 
     def _state(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ stand-ins but in the last test.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 import torch
+from ray.exceptions import RayTaskError
 from safetensors.torch import save_file
 
 from heads.checkpoint import checksum, load_state, save_state
@@ -42,6 +44,7 @@ from medusa_ppo.engines.pool import MAX_RESTARTS, EnginePool
 from medusa_ppo.engines.ray_engine import EngineHost, RayEngine, make_engine, replica
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.runtime import files
+from medusa_ppo.runtime.processes import ray_errors
 from tests.medusa_ppo.conftest import on_two_gpus
 
 if TYPE_CHECKING:
@@ -950,6 +953,42 @@ def test_an_engine_on_another_node_gets_the_files_bytes(tmp_path: Path) -> None:
         host.call_with_bytes("swap_heads", np.fromfile(file, dtype=np.uint8), 8, None)[0], SwapError
     )
     assert not list(Path("/dev/shm").glob("medusa-ppo-received-*"))
+
+
+@pytest.mark.parametrize("full", ["folder", "file"])
+def test_no_room_on_an_engines_node_refuses_new_heads_and_ends_no_engine(
+    make_pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+
+    class Content(np.ndarray):
+        def tofile(self, *_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def on_a_full_node(engine: EchoEngine, path: Any, version: int, checked: Any) -> Any:
+        host = EngineHost("model", None, EngineConfig(), 0, None)
+        host._engine = engine  # type: ignore[assignment]
+        # As `RayEngine`: an OSError in Ray's actor would be an EngineError, an engine's death.
+        with ray_errors(EngineError, "The engine's process", "Read its log."):
+            try:
+                answer, _ = host.call_with_bytes(
+                    "swap_heads", np.zeros(3, np.uint8).view(Content), version, checked
+                )
+            except OSError as error:
+                raise RayTaskError("call_with_bytes", "", error) from error
+        raise answer
+
+    if full == "folder":
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(ray_engine, "OwnedFolder", refuse)
+    monkeypatch.setattr(EchoEngine, "swap_heads", on_a_full_node)
+    with pytest.raises(SwapError, match="No space left on device"):
+        pool.swap_heads(state_file(tmp_path, 1.0), 1)
+    assert pool.restarts == 0 and len(factory.started) == 2
+    assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
 
 
 def test_a_file_is_put_into_the_store_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
