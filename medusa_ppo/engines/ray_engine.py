@@ -13,7 +13,7 @@ import functools
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -159,21 +159,52 @@ def gpus_asked(config: EngineConfig, ranks: int) -> float:
     return (settled_engine(config).memory_fraction or 0.0) if ranks == 1 else float(ranks)
 
 
-# lru_cache lets two threads compute the same value at once, which would store the file twice.
-_store_lock = threading.Lock()
-
-
-def _file_in_store(path: str, inode: int, modified_ns: int, session: str) -> Any:
-    """Reference to a file's bytes in Ray's object store; stored once, by the first engine of a pool
-    that asks.
+@dataclass
+class Stored:
+    """A file's bytes in Ray's object store, and the number of engines that they are being sent
+    to.
     """
-    with _store_lock:
-        return _put_file(path, inode, modified_ns, session)
+
+    reference: Any
+    engines: int = 0
 
 
-@functools.lru_cache(maxsize=2)  # Heads and actor; entries that are no longer used are freed.
-def _put_file(path: str, inode: int, modified_ns: int, session: str) -> Any:
-    return ray.put(np.fromfile(path, dtype=np.uint8))
+_stored: dict[tuple[str, int, int], Stored] = {}
+_storing = threading.Lock()
+
+
+@contextlib.contextmanager
+def _in_store(path: str) -> Iterator[Any]:
+    """A reference to a file's bytes in Ray's object store. They are stored once for all engines
+    that are sent them at the same time, and no longer: an actor takes as much memory there as the
+    file.
+
+    Raises:
+        SwapError: there is no room.
+    """
+    status = os.stat(path)
+    # A file with the same name may be newer.
+    key = (path, status.st_ino, status.st_mtime_ns)
+    with _storing:
+        if key not in _stored:
+            try:
+                _stored[key] = Stored(ray.put(np.fromfile(path, dtype=np.uint8)))
+            except RayError as error:
+                raise SwapError(
+                    "Ray's object store did not take a file for engines on other nodes.",
+                    given=f"{path}, {status.st_size} bytes: {str(error).strip()}",
+                    expected="room for it on the loop's node",
+                    do="Start Ray with a larger --object-store-memory, or free disk for it.",
+                ) from error
+        stored = _stored[key]
+        stored.engines += 1
+    try:
+        yield stored.reference
+    finally:
+        with _storing:
+            stored.engines -= 1
+            if not stored.engines:
+                del _stored[key]
 
 
 def _folder_in_store(folder: str | None) -> SentFiles | None:
@@ -357,21 +388,16 @@ class RayEngine(base.RolloutEngine):
         """Call a method that reads a file, wherever the engine is."""
         if not self.elsewhere:
             return self._call(method, path, version, checked)
-        # The time is part of the key, because a file with the same name may be newer.
-        status = os.stat(path)
-        # References end with their session of Ray.
-        session = ray.get_runtime_context().get_job_id()
-        content = _file_in_store(path, status.st_ino, status.st_mtime_ns, str(session))
-        timeout_s = http_server.CALL_TIMEOUT_S
-        return self._ask(
-            f"calling {method}",
-            "call_with_bytes",
-            method,
-            content,
-            version,
-            checked,
-            timeout=timeout_s,
-        )
+        with _in_store(path) as content:
+            return self._ask(
+                f"calling {method}",
+                "call_with_bytes",
+                method,
+                content,
+                version,
+                checked,
+                timeout=http_server.CALL_TIMEOUT_S,
+            )
 
     def _ask(
         self, doing: str, entry: str, *args: Any, timeout: float | None = None, **kwargs: Any

@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
-from ray.exceptions import RayTaskError
+from ray.exceptions import ObjectStoreFullError, RayTaskError
 from safetensors.torch import save_file
 
 from heads.checkpoint import checksum, load_state, save_state
@@ -991,14 +991,56 @@ def test_no_room_on_an_engines_node_refuses_new_heads_and_ends_no_engine(
     assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
 
 
-def test_a_file_is_put_into_the_store_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    puts: list[int] = []
-    monkeypatch.setattr(ray_engine.ray, "put", lambda array: puts.append(array.nbytes) or len(puts))
-    ray_engine._put_file.cache_clear()
-    file = str(state_file(tmp_path, 1.0))
-    assert [ray_engine._file_in_store(file, 1, 2, "job") for _ in range(3)] == [1, 1, 1]
-    assert ray_engine._file_in_store(file, 1, 3, "job") == 2 and len(puts) == 2
-    ray_engine._put_file.cache_clear()
+class Reference:
+    """Of an object in Ray's store; it is there as long as this lives."""
+
+    alive: ClassVar[list[int]] = []
+
+    def __init__(self, content: np.ndarray) -> None:
+        self.nbytes = content.nbytes
+        self.alive.append(self.nbytes)
+
+    def __del__(self) -> None:
+        self.alive.remove(self.nbytes)
+
+
+def test_a_file_is_in_the_store_once_and_only_while_engines_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise an actor stays there beside the next one."""
+    seen = list[list[int]]()
+    monkeypatch.setattr(ray_engine.ray, "put", Reference)
+    together = threading.Barrier(2, timeout=60)
+
+    def ask(engine: RayEngine, *_: Any, **__: Any) -> None:
+        together.wait()
+        seen.append(list(Reference.alive))
+        together.wait()
+
+    monkeypatch.setattr(RayEngine, "_ask", ask)
+    engines = [RayEngine.__new__(RayEngine) for _ in range(2)]
+    for engine in engines:
+        engine.elsewhere = True
+    for number in range(3):
+        file = state_file(tmp_path, float(number))
+        with ThreadPoolExecutor(2) as threads:
+            calls = [threads.submit(engine.sync_actor, file, number) for engine in engines]
+        assert [call.result() for call in calls] == [None, None]
+        assert not Reference.alive
+    assert seen == [[file.stat().st_size]] * 6
+
+
+def test_a_full_store_refuses_a_file_and_ends_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(content: np.ndarray) -> None:
+        raise ObjectStoreFullError("The object store is full.")
+
+    monkeypatch.setattr(ray_engine.ray, "put", full)
+    engine = RayEngine.__new__(RayEngine)
+    engine.elsewhere = True
+    with pytest.raises(SwapError, match="The object store is full"):
+        engine.sync_actor(state_file(tmp_path, 1.0), 1)
 
 
 # ---- real engines
