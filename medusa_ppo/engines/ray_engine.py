@@ -67,11 +67,16 @@ class EngineHost:
         self._start = start
         self._engine: ColocatedEngine | None = None
 
-    def start(self, sent: SentFiles | None = None, devices: tuple[str, ...] = ()) -> Answer:
+    def lacks_heads(self) -> Answer:
+        """Whether this node does not have the heads' folder."""
+        _, heads, *_ = self._start
+        return not Path(heads).is_dir(), {}
+
+    def start(self, sent: SentFiles, devices: tuple[str, ...] = ()) -> Answer:
         """Start vLLM; returns the id of the Ray node that this runs on.
 
         Args:
-            sent: the files of the heads' folder, for a node that does not have it.
+            sent: the files of the heads' folder; empty: this node has it, or there are no heads.
             devices: the GPUs to use; none: those that Ray gave to this process.
         """
         if devices:
@@ -82,7 +87,7 @@ class EngineHost:
         sweep()
         model, heads, *more, plan = self._start
         with contextlib.ExitStack() as stack:
-            if sent is not None and not Path(heads).is_dir():
+            if sent:
                 # Removed as soon as vLLM has read them: `close` ends this process with SIGKILL.
                 heads = stack.enter_context(_received(sent))
             try:
@@ -207,14 +212,16 @@ def _in_store(path: str) -> Iterator[Any]:
                 del _stored[key]
 
 
-def _folder_in_store(folder: str | None) -> SentFiles | None:
-    """A folder's files in Ray's object store, for engines on other nodes; None: there is only this
-    node.
-    """
-    if folder is None or on_one_node():
-        return None
-    files = [path for path in Path(folder).iterdir() if path.is_file()]
-    return {path.name: [ray.put(np.fromfile(path, dtype=np.uint8))] for path in files}
+@contextlib.contextmanager
+def _folder_in_store(folder: str | None) -> Iterator[SentFiles]:
+    """As `_in_store`, for a folder's files; None: there are none to send."""
+    with contextlib.ExitStack() as stack:
+        paths = Path(folder).iterdir() if folder is not None else ()
+        yield {
+            path.name: [stack.enter_context(_in_store(str(path)))]
+            for path in paths
+            if path.is_file()
+        }
 
 
 def _forwarded(method: str) -> Any:
@@ -286,12 +293,14 @@ class RayEngine(base.RolloutEngine):
         self._host: Any = actor.remote(model, heads, config, seed, given)
         self._slots = config.max_num_seqs or 1
         try:
-            self.elsewhere = (
-                self._ask(
-                    "starting", "start", _folder_in_store(heads), devices, timeout=START_TIMEOUT_S
-                )
-                != ray.get_runtime_context().get_node_id()
+            lacks = (
+                heads is not None
+                and not on_one_node()
+                and self._ask("starting", "lacks_heads", timeout=START_TIMEOUT_S)
             )
+            with _folder_in_store(heads if lacks else None) as sent:
+                node = self._ask("starting", "start", sent, devices, timeout=START_TIMEOUT_S)
+            self.elsewhere = node != ray.get_runtime_context().get_node_id()
         except MedusaError:
             self.close()
             raise

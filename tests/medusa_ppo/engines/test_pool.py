@@ -1030,6 +1030,55 @@ def test_a_file_is_in_the_store_once_and_only_while_engines_get_it(
     assert seen == [[file.stat().st_size]] * 6
 
 
+def test_the_first_heads_are_in_the_store_once_for_all_engines_that_lack_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = tmp_path / "heads"
+    heads.mkdir()
+    (heads / "config.json").write_text("{}")
+    (heads / "heads.safetensors").write_bytes(b"x" * 1000)
+    lacking = [True, False, True]
+    monkeypatch.setattr(ray_engine.ray, "put", Reference)
+    monkeypatch.setattr(ray_engine.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_engine.ray, "cluster_resources", dict)
+    monkeypatch.setattr(ray_engine, "on_one_node", lambda: False)
+    monkeypatch.setattr(ray_engine, "plan_launch", lambda *_: SimpleNamespace(engine_args={}))
+    node = SimpleNamespace(get_node_id=lambda: "loop")
+    monkeypatch.setattr(ray_engine.ray, "get_runtime_context", lambda: node)
+
+    class Actor:
+        """In the place of Ray's: the seed is its number."""
+
+        def remote(self, model: str, heads: str, config: EngineConfig, seed: int, plan: Any) -> Any:
+            return seed
+
+    monkeypatch.setattr(ray_engine.ray, "remote", lambda **_: lambda host: Actor())
+    together = threading.Barrier(len(lacking), timeout=60)
+    sent = dict[int, set[str]]()
+    held = list[list[int]]()
+
+    def ask(engine: RayEngine, doing: str, entry: str, *given: Any, timeout: float) -> Any:
+        number = engine._host
+        if entry == "lacks_heads":
+            return lacking[number]
+        together.wait()
+        sent[number] = set(given[0] or ())
+        held.append(sorted(Reference.alive))
+        together.wait()
+        return "other"
+
+    monkeypatch.setattr(RayEngine, "_ask", ask)
+    with ThreadPoolExecutor(len(lacking)) as threads:
+        calls = [
+            threads.submit(RayEngine, "model", heads, EngineConfig(), number)
+            for number in range(len(lacking))
+        ]
+    assert all(call.result().elsewhere for call in calls)
+    files = {"config.json", "heads.safetensors"}
+    assert sent == {0: files, 1: set(), 2: files} and held == [[2, 1000]] * 3
+    assert not Reference.alive
+
+
 def test_a_full_store_refuses_a_file_and_ends_no_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
