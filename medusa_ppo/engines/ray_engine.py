@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -460,6 +461,7 @@ def make_engine(
     *,
     supervised: bool = False,
     places: Sequence[SharedPlace] = (),
+    step: int = 0,
 ) -> base.RolloutEngine:
     """The engine that `config.backend` selects.
 
@@ -473,6 +475,8 @@ def make_engine(
             always does.
         places: other processes' places, one for each engine to share (backend `colocated`); none:
             Ray finds places for them.
+        step: the step that a resumed loop goes on with; its engines draw other random numbers than
+            those that began with step 0.
     """
     config = settled_engine(config, run_hardware() if config.backend == COLOCATED else None)
     # Decided before any of them starts, so that the first does not take another's place.
@@ -487,17 +491,19 @@ def make_engine(
         return ServerEngine(model_path, heads_path, section, own_seed, devices=devices)
 
     if config.replicas == 1 and not supervised and config.transfer == "file":
-        return unplaced(0, config, seed)
+        return unplaced(0, config, engine_seed(seed, 0, step))
     group = None
     # Room for all engines at once.
     if config.replicas > 1 and config.backend == COLOCATED and not places:
         gpus = gpus_asked(config, int(config.extra.get("tensor_parallel_size", 1)))
         group = reserve([bundle(gpus, config.resource)] * config.replicas, "engines")
 
+    starts = Counter[int]()
+
     def start(index: int) -> base.RolloutEngine:
         section = replica(config, index)
-        # Engines with the same seed would give the same answer to a prompt that is in two pieces.
-        own_seed = seed + index
+        own_seed = engine_seed(seed, index, step, starts[index])
+        starts[index] += 1
         if group is None:
             return unplaced(index, section, own_seed)
         return RayEngine(model_path, heads_path, section, own_seed, where=in_bundle(group, index))
@@ -511,6 +517,16 @@ def make_engine(
     )
     engines.memory = SharedMemory(config.memory_bytes or 0 if heads_path else 0)
     return engines
+
+
+def engine_seed(seed: int, index: int, step: int, starts_before: int = 0) -> int:
+    """The seed of an engine, which requests without one draw from. Engines with the same seed would
+    give the same answer to a prompt that is in two pieces; and one that starts again, or in a
+    resumed loop, would draw the same numbers as before.
+    """
+    if not step and not starts_before:
+        return seed + index
+    return (seed + index + 1_000_003 * step + 715_827_883 * starts_before) % 2**31
 
 
 def replica(config: EngineConfig, index: int) -> EngineConfig:

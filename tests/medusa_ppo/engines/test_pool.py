@@ -802,6 +802,36 @@ def test_make_engine_knows_servers_that_it_does_not_start(
             assert isinstance(pool, EnginePool) and pool._back_within_s == expected
 
 
+def test_an_engine_that_starts_later_draws_other_random_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests without a seed draw from their engine's, from its beginning."""
+    seeds = list[int]()
+
+    def start(model: str, heads: Any, config: EngineConfig, seed: int, **_: Any) -> EchoEngine:
+        seeds.append(seed)
+        return EchoEngine(len(seeds))
+
+    monkeypatch.setattr(ray_engine, "ServerEngine", start)
+    config = EngineConfig(backend="http://a:1, http://b:2", replicas=2)
+    with make_engine("model", None, config, 7) as pool:
+        assert isinstance(pool, EnginePool)
+        assert sorted(seeds) == [7, 8], "of a run that is not interrupted"
+        for _ in range(2):
+            seat = pool._seats[1]
+            pool._lost(seat, EngineError("The engine's process died."))
+            wait([seat.starting])
+            pool._revive()
+    make_engine("model", None, config, 7, step=10).close()
+    make_engine("model", None, replica(config, 0), 7, step=10).close()
+    make_engine("model", None, replica(config, 0), 7, step=20).close()
+    assert len(seeds) == 8 and seeds[6] in seeds[4:6]
+    assert len(set(seeds)) == 7 and all(0 <= seed < 2**31 for seed in seeds)
+    before = len(seeds)
+    make_engine("model", None, replica(config, 0), 7).close()
+    assert seeds[before:] == [7]
+
+
 def test_a_pool_of_one_samples_what_its_engine_would(make_pool: Any) -> None:
     pool, factory = make_pool(0.0)
     rollouts = pool.generate(PROMPTS, SAMPLING)
