@@ -12,6 +12,7 @@ import contextlib
 import functools
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -50,6 +51,7 @@ from medusa_ppo.runtime.processes import (
 
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 20.0
+LOOK_EVERY_S = 1.0
 STATE = ("max_drafts", "num_drafts", "policy_version", "heads_version", "note")
 Answer = tuple[Any, dict[str, Any]]
 SentFiles = dict[str, list[Any]]
@@ -248,6 +250,7 @@ class RayEngine(base.RolloutEngine):
         plan: LaunchPlan | None = None,
         where: dict[str, Any] | None = None,
         place: SharedPlace | None = None,
+        closing: threading.Event | None = None,
     ) -> None:
         """Start the actor and vLLM in it. Raises like `plan_launch` before anything starts, and
         EngineError afterwards.
@@ -257,6 +260,7 @@ class RayEngine(base.RolloutEngine):
             where: Ray options that place the actor (`runtime.processes.in_bundle`); None: Ray
                 finds a place.
             place: other processes' place, to share with them; it asks Ray for no GPU then.
+            closing: set when nobody wants the engine any more, which ends its start.
         """
         # Planned here only to refuse before anything starts; the actor plans by its own node's
         # hardware.
@@ -293,14 +297,15 @@ class RayEngine(base.RolloutEngine):
         actor: Any = ray.remote(**options)(EngineHost)
         self._host: Any = actor.remote(model, heads, config, seed, given)
         self._slots = config.max_num_seqs or 1
+        closing = closing or threading.Event()
         try:
             lacks = (
                 heads is not None
                 and not on_one_node()
-                and self._ask("starting", "lacks_heads", timeout=START_TIMEOUT_S)
+                and self._ask_at_start(closing, "lacks_heads")
             )
             with _folder_in_store(heads if lacks else None) as sent:
-                node = self._ask("starting", "start", sent, devices, timeout=START_TIMEOUT_S)
+                node = self._ask_at_start(closing, "start", sent, devices)
             self.elsewhere = node != ray.get_runtime_context().get_node_id()
         except MedusaError:
             self.close()
@@ -422,6 +427,18 @@ class RayEngine(base.RolloutEngine):
                 )
             )
 
+    def _ask_at_start(self, closing: threading.Event, entry: str, *args: Any) -> Any:
+        """As `_ask`, until nobody wants the engine any more."""
+        with self._errors("starting"):
+            answer = getattr(self._running("starting"), entry).remote(*args)
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not ray.wait([answer], timeout=LOOK_EVERY_S)[0]:
+                if closing.is_set():
+                    raise base.not_wanted()
+                if time.monotonic() > deadline:
+                    raise GetTimeoutError(f"no answer in {START_TIMEOUT_S:.0f} s")
+            return self._understood(ray.get(answer))
+
     def _running(self, doing: str) -> Any:
         if self._host is None:
             raise EngineError(
@@ -481,14 +498,19 @@ def make_engine(
     config = settled_engine(config, run_hardware() if config.backend == COLOCATED else None)
     # Decided before any of them starts, so that the first does not take another's place.
     servers = gpu_places(config, visible_gpus()).servers
+    closing = threading.Event()
 
     def unplaced(index: int, section: EngineConfig, own_seed: int) -> base.RolloutEngine:
         """An engine placed by Ray, or a server with its own GPUs."""
         if config.backend == COLOCATED:
             place = places[index] if places else None
-            return RayEngine(model_path, heads_path, section, own_seed, place=place)
+            return RayEngine(
+                model_path, heads_path, section, own_seed, place=place, closing=closing
+            )
         devices = servers[index] if servers else ()
-        return ServerEngine(model_path, heads_path, section, own_seed, devices=devices)
+        return ServerEngine(
+            model_path, heads_path, section, own_seed, devices=devices, closing=closing
+        )
 
     if config.replicas == 1 and not supervised and config.transfer == "file":
         return unplaced(0, config, engine_seed(seed, 0, step))
@@ -506,7 +528,8 @@ def make_engine(
         starts[index] += 1
         if group is None:
             return unplaced(index, section, own_seed)
-        return RayEngine(model_path, heads_path, section, own_seed, where=in_bundle(group, index))
+        place = in_bundle(group, index)
+        return RayEngine(model_path, heads_path, section, own_seed, where=place, closing=closing)
 
     pool = BroadcastPool if config.transfer == "broadcast" else EnginePool
     engines = pool(
@@ -514,6 +537,7 @@ def make_engine(
         config.replicas,
         on_close=lambda: release(group),
         back_within_s=START_TIMEOUT_S if config.addresses else 0.0,
+        closing=closing,
     )
     engines.memory = SharedMemory(config.memory_bytes or 0 if heads_path else 0)
     return engines

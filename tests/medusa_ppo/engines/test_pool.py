@@ -933,6 +933,52 @@ def test_a_failed_start_ends_the_others() -> None:
     assert factory.of(0)[0].closed
 
 
+def test_an_interrupt_ends_the_engines_that_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the end of the run, or of Python, waits for as long as a start may take."""
+    closing = threading.Event()
+    first = EchoEngine(0)
+    starting = threading.Event()
+    ended = list[bool]()
+
+    def start(index: int) -> EchoEngine:
+        if index == 0:
+            return first
+        starting.set()
+        ended.append(closing.wait(20))
+        raise EngineError("The engine is not wanted any more.")
+
+    def interrupted(*_: Any) -> None:
+        assert starting.wait(60)
+        monkeypatch.setattr(pool_module, "wait", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool_module, "wait", interrupted)
+    left = list[bool]()
+    with pytest.raises(KeyboardInterrupt):
+        EnginePool(start, 2, closing=closing, on_close=lambda: left.append(True))
+    assert ended == [True] and first.closed and left == [True]
+
+
+def test_an_engine_that_starts_learns_that_its_pool_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = dict[str, Any]()
+
+    def start(*_: Any, **more: Any) -> EchoEngine:
+        given.update(more)
+        return EchoEngine(0)
+
+    monkeypatch.setattr(ray_engine, "ServerEngine", start)
+    pool = make_engine("model", None, EngineConfig(backend="http://a:1"), supervised=True)
+    assert not given["closing"].is_set()
+    pool.close()
+    monkeypatch.setattr(ray_engine.ray, "wait", lambda asked, timeout: ([], asked))
+    engine = RayEngine.__new__(RayEngine)
+    engine._host = SimpleNamespace(start=SimpleNamespace(remote=lambda *_: "answer"))
+    with pytest.raises(EngineError, match="not wanted any more"):
+        engine._ask_at_start(given["closing"], "start")
+
+
 def test_replicas_have_addresses_of_their_own() -> None:
     config = EngineConfig(backend="http://a:1, http://b:2", replicas=2)
     assert [replica(config, i).addresses for i in range(2)] == [("http://a:1",), ("http://b:2",)]
@@ -1087,7 +1133,7 @@ def test_the_first_heads_are_in_the_store_once_for_all_engines_that_lack_them(
     sent = dict[int, set[str]]()
     held = list[list[int]]()
 
-    def ask(engine: RayEngine, doing: str, entry: str, *given: Any, timeout: float) -> Any:
+    def ask(engine: RayEngine, closing: threading.Event, entry: str, *given: Any) -> Any:
         number = engine._host
         if entry == "lacks_heads":
             return lacking[number]
@@ -1097,7 +1143,7 @@ def test_the_first_heads_are_in_the_store_once_for_all_engines_that_lack_them(
         together.wait()
         return "other"
 
-    monkeypatch.setattr(RayEngine, "_ask", ask)
+    monkeypatch.setattr(RayEngine, "_ask_at_start", ask)
     with ThreadPoolExecutor(len(lacking)) as threads:
         calls = [
             threads.submit(RayEngine, "model", heads, EngineConfig(), number)
