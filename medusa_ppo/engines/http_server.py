@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 600.0
 ATTACH_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 20.0
+LOOK_EVERY_S = 0.25
 LOG_TAIL_LINES = 25
 RAISED = re.compile(r"\b\w*(Error|Exception|Interrupt)(: |$)")
 CALL_TIMEOUT_S = 600.0
@@ -62,6 +64,52 @@ CHUNK_BYTES = 1 << 20
 MOST_ANSWER_BYTES = 256 << 20
 MOST_POSITIONS = 1024
 COUNTER = "vllm:spec_decode_num_"
+
+
+class Client(httpx.Client):
+    """A client whose requests end when it is closed, whichever threads wait for them: closing a
+    socket wakes no thread that reads from it, and the server would go on writing for nobody.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._sockets: set[socket.socket] = set()
+        self._ends = False
+
+    @contextlib.contextmanager
+    def stream(self, method: str, url: httpx.URL | str, **kwargs: Any) -> Iterator[httpx.Response]:
+        if self._ends:
+            raise httpx.ConnectError("the engine is closed")
+        own: set[socket.socket] = set()
+
+        def note(event: str, given: dict[str, Any]) -> None:
+            if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+                own.add(connected := given["return_value"].get_extra_info("socket"))
+                self._sockets.add(connected)
+                if self._ends:  # While it was connecting.
+                    _shut_down(connected)
+
+        try:
+            with super().stream(method, url, extensions={"trace": note}, **kwargs) as response:
+                yield response
+        finally:
+            self._sockets.difference_update(own)
+
+    def break_off(self) -> None:
+        """End all requests that are under way; their threads get httpx's error."""
+        for connected in tuple(self._sockets):
+            _shut_down(connected)
+
+    def close(self) -> None:
+        self._ends = True
+        self.break_off()
+        super().close()
+
+
+def _shut_down(connected: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # It has ended by itself.
+        # Not the method of a TLS socket, which takes the session from the thread that reads.
+        socket.socket.shutdown(connected, socket.SHUT_RDWR)
 
 
 class ServerEngine(base.WorkerEngine):
@@ -84,6 +132,7 @@ class ServerEngine(base.WorkerEngine):
         seed: int = 0,
         *,
         devices: Sequence[str] = (),
+        closing: threading.Event | None = None,
     ) -> None:
         """Start a server, or attach to the one at `config.backend`. Raises like `plan_launch`, and
         EngineError if no server answers.
@@ -91,6 +140,7 @@ class ServerEngine(base.WorkerEngine):
         Args:
             devices: the GPUs for a server started here, as CUDA_VISIBLE_DEVICES names them; none:
                 those of this process.
+            closing: set when nobody wants the server any more, which ends its start.
         """
         self._devices = tuple(devices)
         self.plan = plan_launch(model_path, heads_path, config, seed)
@@ -100,7 +150,7 @@ class ServerEngine(base.WorkerEngine):
         # On a shared node loopback is no protection, so a server started here answers only with our
         # token.
         token = None if config.addresses else secrets.token_urlsafe(32)
-        self._client = httpx.Client(
+        self._client = Client(
             base_url=self._start(config, token) if token else config.addresses[0],
             headers=token_header(token),
             timeout=CALL_TIMEOUT_S,
@@ -112,7 +162,9 @@ class ServerEngine(base.WorkerEngine):
         # requests.
         self._workers = max(1, 2 * config.max_num_seqs)
         try:
-            self._wait_until_healthy(started_here=not config.addresses)
+            self._wait_until_healthy(
+                started_here=not config.addresses, closing=closing or threading.Event()
+            )
             self._model_name = self._json(
                 "GET", "/v1/models", lambda body: str(body["data"][0]["id"])
             )
@@ -149,7 +201,16 @@ class ServerEngine(base.WorkerEngine):
             with ThreadPoolExecutor(
                 min(count, self._workers), thread_name_prefix="medusa-ppo-http"
             ) as pool:
-                return list(pool.map(complete, range(count)))
+                calls = [pool.submit(complete, i) for i in range(count)]
+                try:
+                    return [call.result() for call in calls]
+                except BaseException as error:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    # After Ctrl-C nobody wants the answers. One call may just be connecting.
+                    while not isinstance(error, Exception) and not all(c.done() for c in calls):
+                        self._client.break_off()
+                        time.sleep(LOOK_EVERY_S)
+                    raise
 
         return self._answered(prompts, sampling, answer)
 
@@ -360,7 +421,7 @@ class ServerEngine(base.WorkerEngine):
         atexit.register(self.close)
         return f"http://{HOST}:{port}"
 
-    def _wait_until_healthy(self, *, started_here: bool) -> None:
+    def _wait_until_healthy(self, *, started_here: bool, closing: threading.Event) -> None:
         deadline = time.monotonic() + (START_TIMEOUT_S if started_here else ATTACH_TIMEOUT_S)
         while time.monotonic() < deadline:
             # There is no point in waiting ten minutes for a dead process.
@@ -376,7 +437,8 @@ class ServerEngine(base.WorkerEngine):
                     return
             except httpx.HTTPError as error:
                 logger.debug("no server yet: %r", error)
-            time.sleep(0.25)
+            if closing.wait(LOOK_EVERY_S):
+                raise base.not_wanted()
         raise EngineError(
             "No vLLM server answers.",
             given=f"{self._address}; {self._tail()}",

@@ -127,6 +127,7 @@ class EnginePool(base.RolloutEngine):
         *,
         on_close: Callable[[], None] = lambda: None,
         back_within_s: float = 0.0,
+        closing: threading.Event | None = None,
     ) -> None:
         """Start `count` engines, all at once. If one fails, ends the others and raises its error.
 
@@ -137,6 +138,7 @@ class EnginePool(base.RolloutEngine):
             back_within_s: the engines are servers that somebody else restarts, and the factory
                 finds one only when it is back: for so many seconds the pool waits if it has no
                 other engine. 0: the factory starts them.
+            closing: set by `close`, so that the factory gives up what it is starting.
         """
         self._factory = factory
         self._on_close = on_close
@@ -148,14 +150,18 @@ class EnginePool(base.RolloutEngine):
         self._settings = Drafting()
         self.memory = SharedMemory(0)
         self.restarts = 0
-        self._closing = threading.Event()
+        self._closing = closing or threading.Event()
         starts = [self._threads.submit(factory, index) for index in range(count)]
-        # Wait for all of them, even if one has failed: those that came up must be closed.
-        wait(starts)
-        self._seats = [
-            Seat(index, None if start.exception() else start.result())
-            for index, start in enumerate(starts)
-        ]
+        self._seats = [Seat(index, None, starting=start) for index, start in enumerate(starts)]
+        try:
+            # Wait for all of them, even if one has failed: those that came up must be closed.
+            wait(starts)
+        except BaseException:  # Ctrl-C.
+            self.close()
+            raise
+        for seat, start in zip(self._seats, starts, strict=True):
+            seat.starting = None
+            seat.engine = None if start.exception() else start.result()
         failed = next((error for start in starts if (error := start.exception())), None)
         if failed is not None:
             self.close()

@@ -12,8 +12,10 @@ import contextlib
 import functools
 import os
 import threading
+import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from heads.errors import EngineError, MedusaError
+from heads.errors import EngineError, MedusaError, SwapError
 from medusa_ppo.config.engine_section import COLOCATED, EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
@@ -33,7 +35,7 @@ from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.launch import LaunchPlan, plan_launch, process_environment
 from medusa_ppo.engines.pieces import Ended, Finished, Partly, SharedMemory, tell
 from medusa_ppo.engines.pool import EnginePool
-from medusa_ppo.runtime.files import OwnedFolder, forget_registration
+from medusa_ppo.runtime.files import OwnedFolder, forget_registration, sweep
 from medusa_ppo.runtime.hardware import gpu_places, settled_engine, visible_gpus
 from medusa_ppo.runtime.processes import (
     TOKEN,
@@ -49,6 +51,7 @@ from medusa_ppo.runtime.processes import (
 
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 20.0
+LOOK_EVERY_S = 1.0
 STATE = ("max_drafts", "num_drafts", "policy_version", "heads_version", "note")
 Answer = tuple[Any, dict[str, Any]]
 SentFiles = dict[str, list[Any]]
@@ -66,38 +69,37 @@ class EngineHost:
         """As `ColocatedEngine`, with the plan last."""
         self._start = start
         self._engine: ColocatedEngine | None = None
-        self._received: OwnedFolder | None = None
 
-    def start(self, sent: SentFiles | None = None, devices: tuple[str, ...] = ()) -> Answer:
+    def lacks_heads(self) -> Answer:
+        """Whether this node does not have the heads' folder."""
+        _, heads, *_ = self._start
+        return not Path(heads).is_dir(), {}
+
+    def start(self, sent: SentFiles, devices: tuple[str, ...] = ()) -> Answer:
         """Start vLLM; returns the id of the Ray node that this runs on.
 
         Args:
-            sent: the files of the heads' folder, for a node that does not have it.
+            sent: the files of the heads' folder; empty: this node has it, or there are no heads.
             devices: the GPUs to use; none: those that Ray gave to this process.
         """
         if devices:
             # Early enough: nothing here has used a GPU yet.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        # No command of ours runs on a node that has only engines, and an engine that was killed
+        # there while it received a file has left it in memory.
+        sweep()
         model, heads, *more, plan = self._start
-        if sent is not None and not Path(heads).is_dir():
-            heads = self._receive(sent)
-        try:
-            self._engine = ColocatedEngine(model, heads, *more, plan=plan)
-        except MedusaError as error:
-            return error, {}
-        finally:
-            forget_registration()  # Its own workers (tensor parallelism) do so themselves.
+        with contextlib.ExitStack() as stack:
+            if sent:
+                # Removed as soon as vLLM has read them: `close` ends this process with SIGKILL.
+                heads = stack.enter_context(_received(sent))
+            try:
+                self._engine = ColocatedEngine(model, heads, *more, plan=plan)
+            except MedusaError as error:
+                return error, {}
+            finally:
+                forget_registration()  # Its own workers (tensor parallelism) do so themselves.
         return ray.get_runtime_context().get_node_id(), self._state()
-
-    def _receive(self, sent: SentFiles) -> str:
-        """Write the files into a folder of this process, and return it."""
-        self._received = OwnedFolder("medusa-ppo-received-", shared_memory=True)
-        folder = self._received.path / "heads"
-        folder.mkdir()
-        for name, (reference,) in sent.items():
-            content: Any = ray.get(reference)
-            content.tofile(folder / name)
-        return str(folder)
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Answer:
         """Call a method of the engine."""
@@ -124,12 +126,36 @@ class EngineHost:
         self, method: str, content: np.ndarray, version: int, checked: Checked | None
     ) -> Answer:
         """Call a method that reads a file, with the file's bytes from another node."""
-        with contextlib.closing(OwnedFolder("medusa-ppo-received-", shared_memory=True)) as folder:
-            content.tofile(folder.path / "state.safetensors")
+        with contextlib.ExitStack() as stack:
+            try:
+                folder = OwnedFolder("medusa-ppo-received-", shared_memory=True)
+                stack.callback(folder.close)
+                content.tofile(folder.path / "state.safetensors")
+            except OSError as error:
+                # The engine is well, and has what it had: it need not be started again.
+                refused = SwapError(
+                    "The engine's node has no room for a file that was sent to it.",
+                    given=f"{content.nbytes} bytes on {os.uname().nodename}: {error}",
+                    expected="room in /dev/shm",
+                    do="Enlarge /dev/shm of that node, or free memory there.",
+                )
+                return refused, self._state()
             return self.call(method, str(folder.path / "state.safetensors"), version, checked)
 
     def _state(self) -> dict[str, Any]:
         return {name: getattr(self._engine, name) for name in STATE}
+
+
+@contextlib.contextmanager
+def _received(sent: SentFiles) -> Iterator[str]:
+    """A folder in this node's memory that has these files during the block."""
+    with contextlib.closing(OwnedFolder("medusa-ppo-received-", shared_memory=True)) as owned:
+        folder = owned.path / "heads"
+        folder.mkdir()
+        for name, (reference,) in sent.items():
+            content: Any = ray.get(reference)
+            content.tofile(folder / name)
+        yield str(folder)
 
 
 def gpus_asked(config: EngineConfig, ranks: int) -> float:
@@ -141,31 +167,64 @@ def gpus_asked(config: EngineConfig, ranks: int) -> float:
     return (settled_engine(config).memory_fraction or 0.0) if ranks == 1 else float(ranks)
 
 
-# lru_cache lets two threads compute the same value at once, which would store the file twice.
-_store_lock = threading.Lock()
-
-
-def _file_in_store(path: str, inode: int, modified_ns: int, session: str) -> Any:
-    """Reference to a file's bytes in Ray's object store; stored once, by the first engine of a pool
-    that asks.
+@dataclass
+class Stored:
+    """A file's bytes in Ray's object store, and the number of engines that they are being sent
+    to.
     """
-    with _store_lock:
-        return _put_file(path, inode, modified_ns, session)
+
+    reference: Any
+    engines: int = 0
 
 
-@functools.lru_cache(maxsize=2)  # Heads and actor; entries that are no longer used are freed.
-def _put_file(path: str, inode: int, modified_ns: int, session: str) -> Any:
-    return ray.put(np.fromfile(path, dtype=np.uint8))
+_stored: dict[tuple[str, int, int], Stored] = {}
+_storing = threading.Lock()
 
 
-def _folder_in_store(folder: str | None) -> SentFiles | None:
-    """A folder's files in Ray's object store, for engines on other nodes; None: there is only this
-    node.
+@contextlib.contextmanager
+def _in_store(path: str) -> Iterator[Any]:
+    """A reference to a file's bytes in Ray's object store. They are stored once for all engines
+    that are sent them at the same time, and no longer: an actor takes as much memory there as the
+    file.
+
+    Raises:
+        SwapError: there is no room.
     """
-    if folder is None or on_one_node():
-        return None
-    files = [path for path in Path(folder).iterdir() if path.is_file()]
-    return {path.name: [ray.put(np.fromfile(path, dtype=np.uint8))] for path in files}
+    status = os.stat(path)
+    # A file with the same name may be newer.
+    key = (path, status.st_ino, status.st_mtime_ns)
+    with _storing:
+        if key not in _stored:
+            try:
+                _stored[key] = Stored(ray.put(np.fromfile(path, dtype=np.uint8)))
+            except RayError as error:
+                raise SwapError(
+                    "Ray's object store did not take a file for engines on other nodes.",
+                    given=f"{path}, {status.st_size} bytes: {str(error).strip()}",
+                    expected="room for it on the loop's node",
+                    do="Start Ray with a larger --object-store-memory, or free disk for it.",
+                ) from error
+        stored = _stored[key]
+        stored.engines += 1
+    try:
+        yield stored.reference
+    finally:
+        with _storing:
+            stored.engines -= 1
+            if not stored.engines:
+                del _stored[key]
+
+
+@contextlib.contextmanager
+def _folder_in_store(folder: str | None) -> Iterator[SentFiles]:
+    """As `_in_store`, for a folder's files; None: there are none to send."""
+    with contextlib.ExitStack() as stack:
+        paths = Path(folder).iterdir() if folder is not None else ()
+        yield {
+            path.name: [stack.enter_context(_in_store(str(path)))]
+            for path in paths
+            if path.is_file()
+        }
 
 
 def _forwarded(method: str) -> Any:
@@ -191,6 +250,7 @@ class RayEngine(base.RolloutEngine):
         plan: LaunchPlan | None = None,
         where: dict[str, Any] | None = None,
         place: SharedPlace | None = None,
+        closing: threading.Event | None = None,
     ) -> None:
         """Start the actor and vLLM in it. Raises like `plan_launch` before anything starts, and
         EngineError afterwards.
@@ -200,6 +260,7 @@ class RayEngine(base.RolloutEngine):
             where: Ray options that place the actor (`runtime.processes.in_bundle`); None: Ray
                 finds a place.
             place: other processes' place, to share with them; it asks Ray for no GPU then.
+            closing: set when nobody wants the engine any more, which ends its start.
         """
         # Planned here only to refuse before anything starts; the actor plans by its own node's
         # hardware.
@@ -236,13 +297,16 @@ class RayEngine(base.RolloutEngine):
         actor: Any = ray.remote(**options)(EngineHost)
         self._host: Any = actor.remote(model, heads, config, seed, given)
         self._slots = config.max_num_seqs or 1
+        closing = closing or threading.Event()
         try:
-            self.elsewhere = (
-                self._ask(
-                    "starting", "start", _folder_in_store(heads), devices, timeout=START_TIMEOUT_S
-                )
-                != ray.get_runtime_context().get_node_id()
+            lacks = (
+                heads is not None
+                and not on_one_node()
+                and self._ask_at_start(closing, "lacks_heads")
             )
+            with _folder_in_store(heads if lacks else None) as sent:
+                node = self._ask_at_start(closing, "start", sent, devices)
+            self.elsewhere = node != ray.get_runtime_context().get_node_id()
         except MedusaError:
             self.close()
             raise
@@ -339,21 +403,16 @@ class RayEngine(base.RolloutEngine):
         """Call a method that reads a file, wherever the engine is."""
         if not self.elsewhere:
             return self._call(method, path, version, checked)
-        # The time is part of the key, because a file with the same name may be newer.
-        status = os.stat(path)
-        # References end with their session of Ray.
-        session = ray.get_runtime_context().get_job_id()
-        content = _file_in_store(path, status.st_ino, status.st_mtime_ns, str(session))
-        timeout_s = http_server.CALL_TIMEOUT_S
-        return self._ask(
-            f"calling {method}",
-            "call_with_bytes",
-            method,
-            content,
-            version,
-            checked,
-            timeout=timeout_s,
-        )
+        with _in_store(path) as content:
+            return self._ask(
+                f"calling {method}",
+                "call_with_bytes",
+                method,
+                content,
+                version,
+                checked,
+                timeout=http_server.CALL_TIMEOUT_S,
+            )
 
     def _ask(
         self, doing: str, entry: str, *args: Any, timeout: float | None = None, **kwargs: Any
@@ -367,6 +426,18 @@ class RayEngine(base.RolloutEngine):
                     getattr(self._running(doing), entry).remote(*args, **kwargs), timeout=timeout
                 )
             )
+
+    def _ask_at_start(self, closing: threading.Event, entry: str, *args: Any) -> Any:
+        """As `_ask`, until nobody wants the engine any more."""
+        with self._errors("starting"):
+            answer = getattr(self._running("starting"), entry).remote(*args)
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not ray.wait([answer], timeout=LOOK_EVERY_S)[0]:
+                if closing.is_set():
+                    raise base.not_wanted()
+                if time.monotonic() > deadline:
+                    raise GetTimeoutError(f"no answer in {START_TIMEOUT_S:.0f} s")
+            return self._understood(ray.get(answer))
 
     def _running(self, doing: str) -> Any:
         if self._host is None:
@@ -407,6 +478,7 @@ def make_engine(
     *,
     supervised: bool = False,
     places: Sequence[SharedPlace] = (),
+    step: int = 0,
 ) -> base.RolloutEngine:
     """The engine that `config.backend` selects.
 
@@ -420,34 +492,44 @@ def make_engine(
             always does.
         places: other processes' places, one for each engine to share (backend `colocated`); none:
             Ray finds places for them.
+        step: the step that a resumed loop goes on with; its engines draw other random numbers than
+            those that began with step 0.
     """
     config = settled_engine(config, run_hardware() if config.backend == COLOCATED else None)
     # Decided before any of them starts, so that the first does not take another's place.
     servers = gpu_places(config, visible_gpus()).servers
+    closing = threading.Event()
 
     def unplaced(index: int, section: EngineConfig, own_seed: int) -> base.RolloutEngine:
         """An engine placed by Ray, or a server with its own GPUs."""
         if config.backend == COLOCATED:
             place = places[index] if places else None
-            return RayEngine(model_path, heads_path, section, own_seed, place=place)
+            return RayEngine(
+                model_path, heads_path, section, own_seed, place=place, closing=closing
+            )
         devices = servers[index] if servers else ()
-        return ServerEngine(model_path, heads_path, section, own_seed, devices=devices)
+        return ServerEngine(
+            model_path, heads_path, section, own_seed, devices=devices, closing=closing
+        )
 
     if config.replicas == 1 and not supervised and config.transfer == "file":
-        return unplaced(0, config, seed)
+        return unplaced(0, config, engine_seed(seed, 0, step))
     group = None
     # Room for all engines at once.
     if config.replicas > 1 and config.backend == COLOCATED and not places:
         gpus = gpus_asked(config, int(config.extra.get("tensor_parallel_size", 1)))
         group = reserve([bundle(gpus, config.resource)] * config.replicas, "engines")
 
+    starts = Counter[int]()
+
     def start(index: int) -> base.RolloutEngine:
         section = replica(config, index)
-        # Engines with the same seed would give the same answer to a prompt that is in two pieces.
-        own_seed = seed + index
+        own_seed = engine_seed(seed, index, step, starts[index])
+        starts[index] += 1
         if group is None:
             return unplaced(index, section, own_seed)
-        return RayEngine(model_path, heads_path, section, own_seed, where=in_bundle(group, index))
+        place = in_bundle(group, index)
+        return RayEngine(model_path, heads_path, section, own_seed, where=place, closing=closing)
 
     pool = BroadcastPool if config.transfer == "broadcast" else EnginePool
     engines = pool(
@@ -455,9 +537,20 @@ def make_engine(
         config.replicas,
         on_close=lambda: release(group),
         back_within_s=START_TIMEOUT_S if config.addresses else 0.0,
+        closing=closing,
     )
     engines.memory = SharedMemory(config.memory_bytes or 0 if heads_path else 0)
     return engines
+
+
+def engine_seed(seed: int, index: int, step: int, starts_before: int = 0) -> int:
+    """The seed of an engine, which requests without one draw from. Engines with the same seed would
+    give the same answer to a prompt that is in two pieces; and one that starts again, or in a
+    resumed loop, would draw the same numbers as before.
+    """
+    if not step and not starts_before:
+        return seed + index
+    return (seed + index + 1_000_003 * step + 715_827_883 * starts_before) % 2**31
 
 
 def replica(config: EngineConfig, index: int) -> EngineConfig:

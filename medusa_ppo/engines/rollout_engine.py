@@ -446,6 +446,16 @@ def understood(take: Callable[[], Found], answer: object) -> Found:
         ) from error
 
 
+def not_wanted() -> EngineError:
+    """The error of an engine whose pool was closed while it started."""
+    return EngineError(
+        "The engine is not wanted any more.",
+        given="a pool that was closed while it started",
+        expected="a pool that is in use",
+        do="Start a new one.",
+    )
+
+
 def check_request(
     prompts: Prompts, sampling: Sampling, max_model_len: int, vocab_size: int
 ) -> None:

@@ -159,7 +159,9 @@ class RunSession:
         trackers = start_trackers(config, position.next_step)
         self._stack.callback(trackers.close)
         with learner.turns.aside(ACTOR):
-            engine, plugin = self._start_engine(actor_path, heads_path, learner, resume)
+            engine, plugin = self._start_engine(
+                actor_path, heads_path, learner, resume, position.next_step
+            )
             learner.turns.engine_started(self._engine_bytes(actor_path, actor))
         ahead = config.ppo.steps_ahead > 0
         sync = self._stack.enter_context(
@@ -488,7 +490,7 @@ class RunSession:
         return str(MedusaPlugin.prepare_heads(self._config, actor, folder.path / "heads"))
 
     def _start_engine(
-        self, actor_path: str, heads_path: str, learner: PPOLearner, resume: bool
+        self, actor_path: str, heads_path: str, learner: PPOLearner, resume: bool, step: int
     ) -> tuple[RolloutEngine, AnyPlugin]:
         config = self._config
         with self._progress.phase(phases.ENGINE):
@@ -499,6 +501,7 @@ class RunSession:
                 config.seed,
                 supervised=True,
                 places=learner.engine_places(),
+                step=step,
             )
             self._stack.callback(engine.close)
             if engine.note:

@@ -48,7 +48,7 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.config.run_config import RunConfig, load_config
 from medusa_ppo.contract.rollouts import Sampling
-from medusa_ppo.engines.http_server import ServerEngine
+from medusa_ppo.engines.http_server import Client, ServerEngine
 from medusa_ppo.loops.passes import Generated, PassTap, RowFinder, as_rollouts, spans
 from medusa_ppo.offline.foreign import read_foreign
 from medusa_ppo.offline.picklefile import read_pickle_header, read_pickle_tensors
@@ -254,7 +254,7 @@ class Bench:
                 ),
             )
 
-        with httpx.Client(
+        with Client(
             base_url="http://server", transport=httpx.MockTransport(answer)
         ) as engine._client:
             sampling = Sampling(max_new_tokens=4)

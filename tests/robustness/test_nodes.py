@@ -325,6 +325,8 @@ def test_our_own_loop_has_its_engine_on_another_node(cluster: Cluster, transfer:
     words = [sys.executable, "-m", "medusa_ppo", "ppo", "--config", "/tmp/run.yaml"]
     cluster.loop = head.start("loop.log", words, environment)
     cluster.loop_ends()
+    left = cluster.nodes.other.run("ls", "/dev/shm")
+    assert "medusa-ppo-" not in left, left
     run = read_run(head.tmp / "run").steps
     assert [step[names.POLICY_VERSION] for step in run] == list(range(OWN_STEPS))
     assert run[-1][names.HEADS_VERSION] >= 1

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import os
+import signal
 import socket
 import subprocess
 import threading
@@ -177,9 +178,9 @@ def test_each_server_sees_its_own_gpus_and_not_the_loops(
     started: list[str] = []
 
     class Noted(ServerEngine):
-        def _wait_until_healthy(self, *, started_here: bool) -> None:
+        def _wait_until_healthy(self, *, started_here: bool, closing: threading.Event) -> None:
             try:
-                super()._wait_until_healthy(started_here=started_here)
+                super()._wait_until_healthy(started_here=started_here, closing=closing)
             except EngineError as error:
                 started.append(str(error))
                 raise
@@ -342,7 +343,7 @@ def ask(
         engine._process = None
         engine._log = Path(os.devnull)
         engine._model_name = "model"
-        engine._client = httpx.Client(base_url=server.address, limits=http_server.LIMITS)
+        engine._client = http_server.Client(base_url=server.address, limits=http_server.LIMITS)
         return engine, server
 
     yield build
@@ -404,7 +405,9 @@ def test_a_servers_own_penalties_do_not_touch_the_rollouts(ask) -> None:
         asked.append(json.loads(request.content))
         return httpx.Response(200, json=COMPLETION)
 
-    engine._client = httpx.Client(base_url="http://x", transport=httpx.MockTransport(complete))
+    engine._client = http_server.Client(
+        base_url="http://x", transport=httpx.MockTransport(complete)
+    )
     engine.generate([[1, 2]], Sampling(0.7, top_p=0.9, top_k=5, max_new_tokens=4))
     engine.close()
     request = protocol.CompletionRequest(**asked[0])
@@ -448,8 +451,75 @@ def test_a_server_that_is_not_healthy_is_asked_a_few_times_a_second(
     monkeypatch.setattr(http_server, "ATTACH_TIMEOUT_S", 0.6)
     engine, server = ask(behave)
     with pytest.raises(EngineError, match="No vLLM server answers"):
-        engine._wait_until_healthy(started_here=False)
+        engine._wait_until_healthy(started_here=False, closing=threading.Event())
     assert 1 <= len(server.requests) <= 4
+    engine.close()
+
+
+class Writing:
+    """What a server does that writes for long: it counts who asks, and who goes."""
+
+    def __init__(self) -> None:
+        self.asked = threading.Semaphore(0)
+        self.gone = threading.Semaphore(0)
+
+    def __call__(self, connection: socket.socket, request: bytes) -> None:
+        self.asked.release()
+        connection.settimeout(20.0)
+        if not connection.recv(1):
+            self.gone.release()
+
+    def until(self, counted: threading.Semaphore, count: int) -> None:
+        assert all(counted.acquire(timeout=60) for _ in range(count))
+
+
+def test_a_closed_engine_ends_its_requests(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C closes it in the main thread; threads that wait for answers would hold up the end of
+    the run, and the server would write on.
+    """
+    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 600.0)
+    engine, _ = ask(writing := Writing())
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(engine.generate, [[1, 2]] * 8, Sampling(max_new_tokens=4))
+        writing.until(writing.asked, engine._workers)
+        engine.close()
+        writing.until(writing.gone, engine._workers)
+        with pytest.raises(EngineError, match="can't be reached"):
+            call.result(60)
+    with pytest.raises(EngineError, match="the engine is closed"):
+        engine.plugin_report()
+
+
+def test_an_interrupt_ends_the_requests_of_an_engine_without_a_pool(
+    ask, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 600.0)
+    engine, _ = ask(writing := Writing())
+
+    def interrupt() -> None:
+        writing.until(writing.asked, engine._workers)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate([[1, 2]] * 8, Sampling(max_new_tokens=4))
+    thread.join()
+    writing.until(writing.gone, engine._workers)
+    engine.close()
+
+
+def test_a_start_that_nobody_wants_any_more_ends(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    closing = threading.Event()
+
+    def starts(connection: socket.socket, request: bytes) -> None:
+        closing.set()
+        connection.sendall(answer({}, "503 No"))
+
+    monkeypatch.setattr(http_server, "START_TIMEOUT_S", 20.0)
+    engine, _ = ask(starts)
+    with pytest.raises(EngineError, match="not wanted any more"):
+        engine._wait_until_healthy(started_here=True, closing=closing)
     engine.close()
 
 
@@ -532,7 +602,7 @@ class ServerWorkers(httpx.MockTransport):
 
 def test_a_server_that_was_started_again_is_told_how_to_draft_and_waits_for_heads(ask) -> None:
     engine, _ = ask(silent)
-    engine._client = httpx.Client(
+    engine._client = http_server.Client(
         base_url="http://me:pw@server", transport=(workers := ServerWorkers())
     )
     engine._take_stock({"sampled": True})
@@ -565,7 +635,7 @@ def test_a_server_that_was_started_again_does_not_pass_for_one_with_a_runs_first
 ) -> None:
     """A run's first actor is version 0, and so is that of a server which was never synced."""
     engine, _ = ask(silent)
-    engine._client = httpx.Client(
+    engine._client = http_server.Client(
         base_url="http://127.0.0.1", transport=(workers := ServerWorkers())
     )
     engine._take_stock({})
@@ -596,7 +666,9 @@ def test_an_engine_without_heads_is_not_asked_what_a_feed_gave_it(
 ) -> None:
     """A feed's address is in the environment of all engines, and reaches those without heads."""
     engine, _ = ask(silent)
-    engine._client = httpx.Client(base_url="http://server", transport=(workers := ServerWorkers()))
+    engine._client = http_server.Client(
+        base_url="http://server", transport=(workers := ServerWorkers())
+    )
     workers.max_drafts, workers.feeds_itself = max_drafts, True
     engine._take_stock({}, needs_heads=False)
     rollouts = engine._answered([[1]], Sampling(), lambda: [])
@@ -607,7 +679,7 @@ def test_an_engine_without_heads_is_not_asked_what_a_feed_gave_it(
 
 def test_an_error_tells_the_address_without_its_password(ask) -> None:
     engine, server = ask(lambda c, r: c.close())
-    engine._client = httpx.Client(
+    engine._client = http_server.Client(
         base_url=server.address.replace("//", "//me:pw@"), limits=http_server.LIMITS
     )
     with pytest.raises(EngineError, match=server.address.partition("//")[2]) as caught:
@@ -621,7 +693,7 @@ def test_a_closed_engine_removes_its_log_and_no_device(tmp_path: Path) -> None:
     (tmp_path / "log").touch()
     for name, left in (("device", True), ("log", False)):
         engine = ServerEngine.__new__(ServerEngine)
-        engine._client = httpx.Client()
+        engine._client = http_server.Client()
         engine._log = tmp_path / name
         engine._process = subprocess.Popen(["sleep", "60"], start_new_session=True)
         engine.close()

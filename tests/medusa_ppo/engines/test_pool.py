@@ -4,6 +4,7 @@ stand-ins but in the last test.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -13,11 +14,12 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
+from ray.exceptions import ObjectStoreFullError, RayTaskError
 from safetensors.torch import save_file
 
 from heads.checkpoint import checksum, load_state, save_state
@@ -41,6 +43,8 @@ from medusa_ppo.engines.pieces import (
 from medusa_ppo.engines.pool import MAX_RESTARTS, EnginePool
 from medusa_ppo.engines.ray_engine import EngineHost, RayEngine, make_engine, replica
 from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.runtime import files
+from medusa_ppo.runtime.processes import ray_errors
 from tests.medusa_ppo.conftest import on_two_gpus
 
 if TYPE_CHECKING:
@@ -798,6 +802,36 @@ def test_make_engine_knows_servers_that_it_does_not_start(
             assert isinstance(pool, EnginePool) and pool._back_within_s == expected
 
 
+def test_an_engine_that_starts_later_draws_other_random_numbers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests without a seed draw from their engine's, from its beginning."""
+    seeds = list[int]()
+
+    def start(model: str, heads: Any, config: EngineConfig, seed: int, **_: Any) -> EchoEngine:
+        seeds.append(seed)
+        return EchoEngine(len(seeds))
+
+    monkeypatch.setattr(ray_engine, "ServerEngine", start)
+    config = EngineConfig(backend="http://a:1, http://b:2", replicas=2)
+    with make_engine("model", None, config, 7) as pool:
+        assert isinstance(pool, EnginePool)
+        assert sorted(seeds) == [7, 8], "of a run that is not interrupted"
+        for _ in range(2):
+            seat = pool._seats[1]
+            pool._lost(seat, EngineError("The engine's process died."))
+            wait([seat.starting])
+            pool._revive()
+    make_engine("model", None, config, 7, step=10).close()
+    make_engine("model", None, replica(config, 0), 7, step=10).close()
+    make_engine("model", None, replica(config, 0), 7, step=20).close()
+    assert len(seeds) == 8 and seeds[6] in seeds[4:6]
+    assert len(set(seeds)) == 7 and all(0 <= seed < 2**31 for seed in seeds)
+    before = len(seeds)
+    make_engine("model", None, replica(config, 0), 7).close()
+    assert seeds[before:] == [7]
+
+
 def test_a_pool_of_one_samples_what_its_engine_would(make_pool: Any) -> None:
     pool, factory = make_pool(0.0)
     rollouts = pool.generate(PROMPTS, SAMPLING)
@@ -899,6 +933,52 @@ def test_a_failed_start_ends_the_others() -> None:
     assert factory.of(0)[0].closed
 
 
+def test_an_interrupt_ends_the_engines_that_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the end of the run, or of Python, waits for as long as a start may take."""
+    closing = threading.Event()
+    first = EchoEngine(0)
+    starting = threading.Event()
+    ended = list[bool]()
+
+    def start(index: int) -> EchoEngine:
+        if index == 0:
+            return first
+        starting.set()
+        ended.append(closing.wait(20))
+        raise EngineError("The engine is not wanted any more.")
+
+    def interrupted(*_: Any) -> None:
+        assert starting.wait(60)
+        monkeypatch.setattr(pool_module, "wait", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pool_module, "wait", interrupted)
+    left = list[bool]()
+    with pytest.raises(KeyboardInterrupt):
+        EnginePool(start, 2, closing=closing, on_close=lambda: left.append(True))
+    assert ended == [True] and first.closed and left == [True]
+
+
+def test_an_engine_that_starts_learns_that_its_pool_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = dict[str, Any]()
+
+    def start(*_: Any, **more: Any) -> EchoEngine:
+        given.update(more)
+        return EchoEngine(0)
+
+    monkeypatch.setattr(ray_engine, "ServerEngine", start)
+    pool = make_engine("model", None, EngineConfig(backend="http://a:1"), supervised=True)
+    assert not given["closing"].is_set()
+    pool.close()
+    monkeypatch.setattr(ray_engine.ray, "wait", lambda asked, timeout: ([], asked))
+    engine = RayEngine.__new__(RayEngine)
+    engine._host = SimpleNamespace(start=SimpleNamespace(remote=lambda *_: "answer"))
+    with pytest.raises(EngineError, match="not wanted any more"):
+        engine._ask_at_start(given["closing"], "start")
+
+
 def test_replicas_have_addresses_of_their_own() -> None:
     config = EngineConfig(backend="http://a:1, http://b:2", replicas=2)
     assert [replica(config, i).addresses for i in range(2)] == [("http://a:1",), ("http://b:2",)]
@@ -908,6 +988,33 @@ def test_replicas_have_addresses_of_their_own() -> None:
 
 
 # ---- engines on other nodes
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_heads_from_another_node_are_in_memory_only_until_vllm_has_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """An engine ends by SIGKILL, which removes nothing."""
+    monkeypatch.setattr(files, "SHARED_MEMORY", tmp_path)
+    killed = tmp_path / "medusa-ppo-received-killed"
+    killed.mkdir()
+    (killed / files.LOCK).touch()
+    seen = list[bytes]()
+
+    def started(model: str, heads: str, *more: Any, plan: Any) -> EchoEngine:
+        seen.append((Path(heads) / "heads.safetensors").read_bytes())
+        if fails:
+            raise EngineError("vLLM did not start.")
+        return EchoEngine(0)
+
+    monkeypatch.setattr(ray_engine, "ColocatedEngine", started)
+    monkeypatch.setattr(ray_engine.ray, "get", lambda content: content)
+    node = SimpleNamespace(get_node_id=lambda: "other")
+    monkeypatch.setattr(ray_engine.ray, "get_runtime_context", lambda: node)
+    host = EngineHost("model", str(tmp_path / "elsewhere"), EngineConfig(), 0, None)
+    answer, _ = host.start({"heads.safetensors": [np.frombuffer(b"bytes", dtype=np.uint8)]})
+    assert seen == [b"bytes"] and (isinstance(answer, EngineError) if fails else answer == "other")
+    assert not list(tmp_path.iterdir()), "its own, or what a killed engine has left"
 
 
 def test_an_engine_on_another_node_gets_the_files_bytes(tmp_path: Path) -> None:
@@ -924,14 +1031,141 @@ def test_an_engine_on_another_node_gets_the_files_bytes(tmp_path: Path) -> None:
     assert not list(Path("/dev/shm").glob("medusa-ppo-received-*"))
 
 
-def test_a_file_is_put_into_the_store_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    puts: list[int] = []
-    monkeypatch.setattr(ray_engine.ray, "put", lambda array: puts.append(array.nbytes) or len(puts))
-    ray_engine._put_file.cache_clear()
-    file = str(state_file(tmp_path, 1.0))
-    assert [ray_engine._file_in_store(file, 1, 2, "job") for _ in range(3)] == [1, 1, 1]
-    assert ray_engine._file_in_store(file, 1, 3, "job") == 2 and len(puts) == 2
-    ray_engine._put_file.cache_clear()
+@pytest.mark.parametrize("full", ["folder", "file"])
+def test_no_room_on_an_engines_node_refuses_new_heads_and_ends_no_engine(
+    make_pool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, full: str
+) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+
+    class Content(np.ndarray):
+        def tofile(self, *_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def on_a_full_node(engine: EchoEngine, path: Any, version: int, checked: Any) -> Any:
+        host = EngineHost("model", None, EngineConfig(), 0, None)
+        host._engine = engine  # type: ignore[assignment]
+        # As `RayEngine`: an OSError in Ray's actor would be an EngineError, an engine's death.
+        with ray_errors(EngineError, "The engine's process", "Read its log."):
+            try:
+                answer, _ = host.call_with_bytes(
+                    "swap_heads", np.zeros(3, np.uint8).view(Content), version, checked
+                )
+            except OSError as error:
+                raise RayTaskError("call_with_bytes", "", error) from error
+        raise answer
+
+    if full == "folder":
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(ray_engine, "OwnedFolder", refuse)
+    monkeypatch.setattr(EchoEngine, "swap_heads", on_a_full_node)
+    with pytest.raises(SwapError, match="No space left on device"):
+        pool.swap_heads(state_file(tmp_path, 1.0), 1)
+    assert pool.restarts == 0 and len(factory.started) == 2
+    assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
+
+
+class Reference:
+    """Of an object in Ray's store; it is there as long as this lives."""
+
+    alive: ClassVar[list[int]] = []
+
+    def __init__(self, content: np.ndarray) -> None:
+        self.nbytes = content.nbytes
+        self.alive.append(self.nbytes)
+
+    def __del__(self) -> None:
+        self.alive.remove(self.nbytes)
+
+
+def test_a_file_is_in_the_store_once_and_only_while_engines_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise an actor stays there beside the next one."""
+    seen = list[list[int]]()
+    monkeypatch.setattr(ray_engine.ray, "put", Reference)
+    together = threading.Barrier(2, timeout=60)
+
+    def ask(engine: RayEngine, *_: Any, **__: Any) -> None:
+        together.wait()
+        seen.append(list(Reference.alive))
+        together.wait()
+
+    monkeypatch.setattr(RayEngine, "_ask", ask)
+    engines = [RayEngine.__new__(RayEngine) for _ in range(2)]
+    for engine in engines:
+        engine.elsewhere = True
+    for number in range(3):
+        file = state_file(tmp_path, float(number))
+        with ThreadPoolExecutor(2) as threads:
+            calls = [threads.submit(engine.sync_actor, file, number) for engine in engines]
+        assert [call.result() for call in calls] == [None, None]
+        assert not Reference.alive
+    assert seen == [[file.stat().st_size]] * 6
+
+
+def test_the_first_heads_are_in_the_store_once_for_all_engines_that_lack_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heads = tmp_path / "heads"
+    heads.mkdir()
+    (heads / "config.json").write_text("{}")
+    (heads / "heads.safetensors").write_bytes(b"x" * 1000)
+    lacking = [True, False, True]
+    monkeypatch.setattr(ray_engine.ray, "put", Reference)
+    monkeypatch.setattr(ray_engine.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_engine.ray, "cluster_resources", dict)
+    monkeypatch.setattr(ray_engine, "on_one_node", lambda: False)
+    monkeypatch.setattr(ray_engine, "plan_launch", lambda *_: SimpleNamespace(engine_args={}))
+    node = SimpleNamespace(get_node_id=lambda: "loop")
+    monkeypatch.setattr(ray_engine.ray, "get_runtime_context", lambda: node)
+
+    class Actor:
+        """In the place of Ray's: the seed is its number."""
+
+        def remote(self, model: str, heads: str, config: EngineConfig, seed: int, plan: Any) -> Any:
+            return seed
+
+    monkeypatch.setattr(ray_engine.ray, "remote", lambda **_: lambda host: Actor())
+    together = threading.Barrier(len(lacking), timeout=60)
+    sent = dict[int, set[str]]()
+    held = list[list[int]]()
+
+    def ask(engine: RayEngine, closing: threading.Event, entry: str, *given: Any) -> Any:
+        number = engine._host
+        if entry == "lacks_heads":
+            return lacking[number]
+        together.wait()
+        sent[number] = set(given[0] or ())
+        held.append(sorted(Reference.alive))
+        together.wait()
+        return "other"
+
+    monkeypatch.setattr(RayEngine, "_ask_at_start", ask)
+    with ThreadPoolExecutor(len(lacking)) as threads:
+        calls = [
+            threads.submit(RayEngine, "model", heads, EngineConfig(), number)
+            for number in range(len(lacking))
+        ]
+    assert all(call.result().elsewhere for call in calls)
+    files = {"config.json", "heads.safetensors"}
+    assert sent == {0: files, 1: set(), 2: files} and held == [[2, 1000]] * 3
+    assert not Reference.alive
+
+
+def test_a_full_store_refuses_a_file_and_ends_no_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(content: np.ndarray) -> None:
+        raise ObjectStoreFullError("The object store is full.")
+
+    monkeypatch.setattr(ray_engine.ray, "put", full)
+    engine = RayEngine.__new__(RayEngine)
+    engine.elsewhere = True
+    with pytest.raises(SwapError, match="The object store is full"):
+        engine.sync_actor(state_file(tmp_path, 1.0), 1)
 
 
 # ---- real engines

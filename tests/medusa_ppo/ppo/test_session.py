@@ -44,6 +44,8 @@ class SessionScene:
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        self.starts: list[int] = []
+        """Of engines: the step that comes next."""
 
     @contextlib.contextmanager
     def local_ray(self, **_: object) -> Iterator[None]:
@@ -67,7 +69,8 @@ def actor_folder(tmp_path_factory: pytest.TempPathFactory, tiny_actor) -> Path:
 def scene(monkeypatch: pytest.MonkeyPatch, sampling_engine) -> SessionScene:
     scene = SessionScene()
 
-    def make_engine(model_path, heads_path, config, seed, supervised, places):
+    def make_engine(model_path, heads_path, config, seed, supervised, places, step):
+        scene.starts.append(step)
         assert not places, "no ranks, whose devices it could share"
         assert supervised, "a run survives the loss of its engine"
         scene.events.append("engine up")
@@ -217,6 +220,7 @@ def test_a_stopped_run_goes_on_where_it_was(
         run_ppo(config, StopAt(1, KeyboardInterrupt()))
     summary = run_ppo(config, resume=True)
     assert summary["steps"] == STEPS and scene.engine.policy_version == STEPS
+    assert scene.starts == [0, 0, 1], "a resumed run draws other random numbers than step 0"
     names = ("reward_mean", "entropy", "policy_loss", "kl_reference", "actor_grad_norm")
     expected, found = (
         [[s[n] for n in names] for s in read_run(c.run_dir).steps] for c in (whole, config)

@@ -163,7 +163,7 @@ def test_an_engine_whose_driver_has_no_gpu_is_set_by_those_of_the_cluster(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ray_engine, "visible_gpus", tuple)
-    monkeypatch.setattr(ray_engine, "RayEngine", lambda model, heads, config, seed, place: config)
+    monkeypatch.setattr(ray_engine, "RayEngine", lambda model, heads, config, seed, **_: config)
     found = ray_engine.make_engine("actor", None, EngineConfig())
     assert (found.dtype, found.memory_fraction, found.enforce_eager) == ("bfloat16", 0.9, False)
 
