@@ -8,7 +8,6 @@ counted: the memory of kernels, Python, torch and vLLM in all other processes.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from medusa_ppo.config.companion_section import LOGITS_BYTES, MOST_OF_PIECES
 from medusa_ppo.config.engine_section import SERVER
 from medusa_ppo.config.ppo_section import IN_TURN, SHARED
 from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.engines.gpu_room import heads_parameters
 from medusa_ppo.engines.launch import cache_bytes, draft_vocabulary
 from medusa_ppo.ppo.megatron.rank_places import ranks_of_engines, ranks_together
 from medusa_ppo.ppo.role_memory import (
@@ -38,6 +38,7 @@ from medusa_ppo.runtime.hardware import (
     applied,
     choices,
 )
+from medusa_ppo.runtime.wording import size_text
 
 # Weights, gradients and two moments, all float32.
 ADAM_COPIES = 4
@@ -61,11 +62,6 @@ MANY = 4
 TOKEN_BYTES = 8 + 4
 # Bytes of a row besides its state in the companion's queue (positions.py's own, without its torch).
 ROW_BYTES = 24
-
-
-def heads_parameters(config: HeadsConfig) -> int:
-    """Number of trainable parameters in a set of heads."""
-    return sum(math.prod(shape) for shape in config.tensor_shapes().values())
 
 
 def kept_states(heads: HeadsConfig) -> int:
@@ -118,7 +114,6 @@ TRANSFERS = {
     "file": "as a file in shared memory or Ray's store",
     "broadcast": "broadcast in buckets",
 }
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -614,12 +609,6 @@ def _too_large(processes: list[Process], gpu_bytes: int) -> list[str]:
         for process in processes
         if gpu_bytes and process.gpus and process.gpu_memory > gpu_bytes * max(1.0, process.gpus)
     ]
-
-
-def size_text(count: float) -> str:
-    """A number of bytes in a readable unit."""
-    power = min(len(UNITS) - 1, int(math.log(max(1, count), 1024)))
-    return f"{count / 1024**power:.{int(power > 0)}f} {UNITS[power]}"
 
 
 def lines(plan: Plan) -> list[str]:

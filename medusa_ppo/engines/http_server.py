@@ -31,6 +31,7 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines import rollout_engine as base
+from medusa_ppo.engines.gpu_room import require_room
 from medusa_ppo.engines.launch import (
     HOST,
     PARENT,
@@ -86,7 +87,7 @@ class ServerEngine(base.WorkerEngine):
         devices: Sequence[str] = (),
     ) -> None:
         """Start a server, or attach to the one at `config.backend`. Raises like `plan_launch`, and
-        EngineError if no server answers.
+        EngineError if there is no room for one (`gpu_room`), or none answers.
 
         Args:
             devices: the GPUs for a server started here, as CUDA_VISIBLE_DEVICES names them; none:
@@ -322,9 +323,6 @@ class ServerEngine(base.WorkerEngine):
     # ---- the process
 
     def _start(self, config: EngineConfig, token: str) -> str:
-        port = free_port()
-        handle, name = tempfile.mkstemp(prefix="medusa-ppo-server-", suffix=".log")
-        self._log = Path(name)
         env = (
             os.environ
             | process_environment(config, has_gpu=torch.cuda.is_available())
@@ -337,6 +335,10 @@ class ServerEngine(base.WorkerEngine):
         # The server keeps its API in one process and the model in another; the setting for
         # in-process engines does not apply to it.
         env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        require_room(self.plan.engine_args, self.plan.parts, env)
+        port = free_port()
+        handle, name = tempfile.mkstemp(prefix="medusa-ppo-server-", suffix=".log")
+        self._log = Path(name)
         command = [
             sys.executable,
             "-m",
