@@ -341,12 +341,17 @@ class PPOLoop:
         self.turns.wake(self.engine, self.config.engine.sleep_level)
 
     @contextlib.contextmanager
-    def _reading_roles(self) -> Iterator[None]:
+    def _reading_roles(self, *, judging: bool = False) -> Iterator[None]:
         """Context in which roles are read after the sync: the engine sleeps again if they can only
         be read on its device.
+
+        Args:
+            judging: the reward model judges, too. Beside an awake engine it has room only if pieces
+                are judged there in every step: the start of the run looks at that.
         """
         level = self.config.engine.sleep_level
-        if not self.turns.read_on_device:
+        judges = judging and self.turns.judges_beside_engine
+        if not (self.turns.read_on_device or (judges and self.config.ppo.piece_prompts is None)):
             yield
             return
         self.turns.sleep(self.engine, level)
@@ -392,7 +397,7 @@ class PPOLoop:
         with self.progress.phase(phases.EVALUATE, step) as evaluate_s:
             asked = [p.token_ids for p in prompts.prompts]
             found = self.engine.generate(asked, evaluation_sampling(self.config))
-            with self._reading_roles():
+            with self._reading_roles(judging=True):
                 means = self._reward_metrics(self._rewards(found, prompts.prompts))
                 values = {names.EVAL_REWARD: means[names.REWARD_MEAN]}
                 if names.CORRECT_FRAC in means:
