@@ -11,6 +11,7 @@ from typing import Any
 
 from heads.errors import EngineError, ModelError
 from heads.heads_config import COPY_WINDOW, HeadsConfig
+from medusa_ppo.config.engine_section import RANK_KINDS
 from medusa_ppo.config.model_section import VISION_FAMILIES
 from medusa_ppo.runtime.hardware import (
     BFLOAT16,
@@ -29,11 +30,12 @@ KNOWN = ("llama", "mistral", "qwen2", "qwen3", *VISION_FAMILIES)
 """Families (`model_type`) whose weights, keys and values take at least what is counted here; others
 may share layers, or keep less of a token.
 """
+CUT = ("tensor", "pipeline")
+"""Of the ways in which vLLM splits an engine, those that cut its weights."""
 OTHER_SIZES = ("quantization", "kv_cache_dtype", "cpu_offload_gb", "hf_overrides")
 """Arguments of vLLM that change what a model takes."""
 OTHER_MEMORY = ("load_format", "nnodes")
 """Arguments of vLLM with which weights may be held by another process, or ranks run elsewhere."""
-KINDS = ("tensor", "pipeline", "prefill_context", "data")
 
 
 def heads_parameters(config: HeadsConfig) -> int:
@@ -62,7 +64,7 @@ def least_parts(
         sampled: drafts are sampled, so what they were drawn with is kept.
     """
     element = FLOAT32 if engine_args["dtype"] in ("float32", "float") else BFLOAT16
-    cut = math.prod(int(extra.get(f"{kind}_parallel_size", 1)) for kind in KINDS[:2])
+    cut = math.prod(int(extra.get(f"{kind}_parallel_size", 1)) for kind in CUT)
     parts = _model_parts(model, engine_args, extra, element, cut)
     # All keys and values, if their size is set.
     if extra.get("kv_cache_memory_bytes"):
@@ -144,7 +146,7 @@ def require_room(
     # Ray would put the ranks where it finds GPUs.
     if engine_args.get("distributed_executor_backend") not in (None, "mp", "uni"):
         return
-    ranks = math.prod(int(engine_args.get(f"{kind}_parallel_size", 1)) for kind in KINDS)
+    ranks = math.prod(int(engine_args.get(f"{kind}_parallel_size", 1)) for kind in RANK_KINDS)
     fraction = float(engine_args["gpu_memory_utilization"])
     until = time.monotonic() + ROOM_WITHIN_S
     while True:

@@ -196,9 +196,7 @@ def assumed_hardware(config: RunConfig, gpus: bool | None) -> Hardware:
         return here
     # `gpus` says whether there are any, not how many: assume one, or a node's usual eight if one
     # can't be enough.
-    several = (
-        engine.replicas * int(engine.extra.get("tensor_parallel_size", 1)) * config.actor.ranks > 1
-    )
+    several = engine.replicas * engine.ranks * config.actor.ranks > 1
     count = int(gpus) * (8 if several or (config.companion.num_gpus or 0) >= 1 else 1)
     found = f"{here.cores} cores, {count} GPUs, as asked for"
     return Hardware(count, gpus, here.cores, found, here.gpu_bytes if gpus else 0)
