@@ -51,6 +51,7 @@ START_TIMEOUT_S = 600.0
 ATTACH_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 20.0
 LOG_TAIL_LINES = 25
+PORT_TAKEN = "address already in use"
 RAISED = re.compile(r"\b\w*(Error|Exception|Interrupt)(: |$)")
 CALL_TIMEOUT_S = 600.0
 TOKEN_S = 1.0
@@ -102,7 +103,7 @@ class ServerEngine(base.WorkerEngine):
         # token.
         token = None if config.addresses else secrets.token_urlsafe(32)
         self._client = httpx.Client(
-            base_url=self._start(config, token) if token else config.addresses[0],
+            base_url="" if token else config.addresses[0],
             headers=token_header(token),
             timeout=CALL_TIMEOUT_S,
             limits=LIMITS,
@@ -113,7 +114,10 @@ class ServerEngine(base.WorkerEngine):
         # requests.
         self._workers = max(1, 2 * config.max_num_seqs)
         try:
-            self._wait_until_healthy(started_here=not config.addresses)
+            if token:
+                self._start_up(config, token)
+            else:
+                self._wait_until_healthy(started_here=False)
             self._model_name = self._json(
                 "GET", "/v1/models", lambda body: str(body["data"][0]["id"])
             )
@@ -301,6 +305,9 @@ class ServerEngine(base.WorkerEngine):
     def close(self) -> None:
         """End the process group that was started here; an attached server keeps running."""
         self._client.close()
+        self._end_process()
+
+    def _end_process(self) -> None:
         process = self._process
         self._process = None
         if process is None:
@@ -321,6 +328,20 @@ class ServerEngine(base.WorkerEngine):
             self._log.unlink()
 
     # ---- the process
+
+    def _start_up(self, config: EngineConfig, token: str) -> None:
+        """Start a server, and wait until it answers. Its port was free when it was chosen, but the
+        server binds it seconds later: if somebody else has it by then, another one is tried.
+        """
+        for tries_left in (1, 0):
+            self._client.base_url = self._start(config, token)
+            try:
+                return self._wait_until_healthy(started_here=True)
+            except EngineError:
+                if not tries_left or PORT_TAKEN not in self._said().lower():
+                    raise
+            logger.warning("%s was taken before the server had it.", self._address)
+            self._end_process()
 
     def _start(self, config: EngineConfig, token: str) -> str:
         env = (
@@ -387,9 +408,13 @@ class ServerEngine(base.WorkerEngine):
         )
 
     def _tail(self) -> str:
+        return last_words(self._said()) if self._log.is_file() else "no log"
+
+    def _said(self) -> str:
+        """The log of a server that was started here."""
         if not self._log.is_file():
-            return "no log"
-        return last_words(self._log.read_text(encoding="utf-8", errors="replace"))
+            return ""
+        return self._log.read_text(encoding="utf-8", errors="replace")
 
     @property
     def _address(self) -> httpx.URL:

@@ -8,6 +8,8 @@ import json
 import os
 import socket
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -207,6 +209,69 @@ def test_a_server_that_is_started_learns_who_starts_it(
     monkeypatch.setattr(http_server.sys, "executable", str(python))
     with pytest.raises(EngineError, match=f"told {os.getpid()}, is below {os.getpid()}\\."):
         ServerEngine(model, None, EngineConfig(backend="server", max_model_len=64, dtype="float32"))
+
+
+SERVER = """#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+# As vLLM: it binds the port that it is given.
+class Server(HTTPServer):
+    allow_reuse_address = False
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({{"data": [{{"id": "model"}}]}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+with open({ports!r}, "a") as ports:
+    ports.write(f"{{port}}\\n")
+Server(("127.0.0.1", port), Handler).serve_forever()
+"""
+"""A program in the place of vLLM's server."""
+
+
+@pytest.mark.parametrize("taken", [1, 2])
+def test_a_port_that_was_taken_meanwhile_is_replaced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int
+) -> None:
+    """Between the choice of a port and the server's bind there are seconds."""
+    python, ports = tmp_path / "python", tmp_path / "ports"
+    python.write_text(SERVER.format(python=sys.executable, ports=str(ports)))
+    python.chmod(0o700)
+    monkeypatch.setattr(http_server.sys, "executable", str(python))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    plan = SimpleNamespace(drafting={}, engine_args={}, parts={}, environment={})
+    monkeypatch.setattr(http_server, "plan_launch", lambda *_: plan)
+    monkeypatch.setattr(ServerEngine, "_take_stock", lambda *_, **__: None)
+    others = [socket.socket() for _ in range(taken)]
+    for other in others:
+        other.bind(("127.0.0.1", 0))
+    numbers = [other.getsockname()[1] for other in others]
+    given = numbers.copy()
+    free = http_server.free_port
+    monkeypatch.setattr(http_server, "free_port", lambda: given.pop(0) if given else free())
+    config = EngineConfig(backend="server", max_num_seqs=1, max_model_len=8, dtype="float32")
+    with contextlib.ExitStack() as stack:
+        for other in others:
+            stack.enter_context(other)
+        if taken == 1:
+            with ServerEngine("model", None, config) as engine:
+                tried = [int(line) for line in ports.read_text().split()]
+                assert tried[0] == numbers[0] and len(tried) == 2
+                assert engine._client.base_url.port == tried[1]
+                process = engine._process
+            assert process is not None and process.poll() is not None
+        else:
+            with pytest.raises(EngineError, match="ended while starting") as caught:
+                ServerEngine("model", None, config)
+            assert "Address already in use" in str(caught.value)
+            assert [int(line) for line in ports.read_text().split()] == numbers
+    assert not list(tmp_path.glob("medusa-ppo-server-*")), "their logs are gone"
 
 
 def test_the_first_exception_of_a_log_is_shown_above_its_end() -> None:
