@@ -22,6 +22,8 @@ import psutil
 import medusa_ppo
 from medusa_ppo.cli.gpu_suite import described, read_results
 from medusa_ppo.reports.store import GIB, commit, gpu_names
+from medusa_ppo.runtime.hardware import OWN_MEMORY, gpu_memory
+from medusa_ppo.runtime.wording import size_text
 from medusa_ppo.vllm_plugin.vllm_versions import (
     TESTED,
     is_allowed,
@@ -196,11 +198,21 @@ def _hooks() -> Iterator[Check]:
 def _gpus() -> Check:
     names = gpu_names()
     found = "; ".join(names) or "none, everything runs on the CPU"
+    idle = bool(names) and is_cpu_build()
+    do = "vLLM's CPU build can't use them: make setup STACK=cuda"
+    # vLLM starts no engine on a GPU where less is free than the engine is to reserve.
+    taken = [gpu for gpu in gpu_memory() if gpu.free < OWN_MEMORY * gpu.total]
+    if idle or not taken:
+        return Check("GPUs", not idle, found, do)
+    free = ", ".join(
+        f"GPU {gpu.index} has {size_text(gpu.free)} free of {size_text(gpu.total)}" for gpu in taken
+    )
     return Check(
         "GPUs",
-        not (names and is_cpu_build()),
-        found,
-        "vLLM's CPU build can't use them: make setup STACK=cuda",
+        True,
+        f"{found}; other programs use them: {free}. An engine of its own asks for"
+        f" {OWN_MEMORY:g} of the memory (engine.memory_fraction)",
+        warn=True,
     )
 
 

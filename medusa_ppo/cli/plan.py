@@ -8,7 +8,7 @@ counted: the memory of kernels, Python, torch and vLLM in all other processes.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,9 +17,11 @@ from medusa_ppo.config.companion_section import LOGITS_BYTES, MOST_OF_PIECES
 from medusa_ppo.config.engine_section import SERVER
 from medusa_ppo.config.ppo_section import IN_TURN, SHARED
 from medusa_ppo.config.run_config import RunConfig
+from medusa_ppo.engines.gpu_room import heads_parameters
 from medusa_ppo.engines.launch import cache_bytes, draft_vocabulary
 from medusa_ppo.ppo.megatron.rank_places import ranks_of_engines, ranks_together
 from medusa_ppo.ppo.role_memory import (
+    ENGINE,
     LOOP,
     PARTS,
     RANK,
@@ -38,6 +40,7 @@ from medusa_ppo.runtime.hardware import (
     applied,
     choices,
 )
+from medusa_ppo.runtime.wording import size_text
 
 # Weights, gradients and two moments, all float32.
 ADAM_COPIES = 4
@@ -51,21 +54,18 @@ STEP_COPIES = 2
 LOGITS_COPIES, LOGITS_COPIES_WITH_ACTOR = 2, 4
 # Resident bytes of a companion on a CPU without any tensor: Python, torch, Ray, their libraries.
 PROCESS_BYTES = 380 * 2**20
+CACHE = "keys and values"
 BACKWARD = "what a micro-batch keeps for its backward pass"
 LOGITS = "logits of a chunk, and what is derived from them"
 ON_HOST = ", on the host"
 """Suffix of parts that stay in host memory even if the process has a GPU."""
+LOOP_NAME, COMPANION = "PPO loop", "companion"
 MANY = 4
 """As many engines are listed one by one."""
 # An id (int64) and a log-prob (float32).
 TOKEN_BYTES = 8 + 4
 # Bytes of a row besides its state in the companion's queue (positions.py's own, without its torch).
 ROW_BYTES = 24
-
-
-def heads_parameters(config: HeadsConfig) -> int:
-    """Number of trainable parameters in a set of heads."""
-    return sum(math.prod(shape) for shape in config.tensor_shapes().values())
 
 
 def kept_states(heads: HeadsConfig) -> int:
@@ -118,7 +118,6 @@ TRANSFERS = {
     "file": "as a file in shared memory or Ray's store",
     "broadcast": "broadcast in buckets",
 }
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 @dataclass(frozen=True)
@@ -228,7 +227,10 @@ def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
         * config.sampling.max_new_tokens
     )
     moves = tuple(_moves(config, model, heads, tokens))
-    warnings = (*_warnings(config, model, tokens), *_too_large(processes, hardware.gpu_bytes))
+    peaks = phase_peaks(config, model, gpus)
+    warnings = [*_warnings(config, model, tokens), *_too_large(config, processes, hardware)]
+    if not any("out of memory" in warning for warning in warnings):
+        warnings += _too_large_together(config, processes, peaks, hardware)
     return Plan(
         model,
         heads,
@@ -237,9 +239,9 @@ def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
         tokens,
         hardware,
         decided,
-        phase_peaks(config, model, gpus),
+        peaks,
         _roles(config, model, drafting),
-        warnings,
+        tuple(warnings),
     )
 
 
@@ -272,7 +274,7 @@ def _ppo(config: RunConfig, model: ModelSizes, gpus: bool) -> Process:
     if shared and not alone:
         where += "; its device is an engine's too"
     return Process(
-        "PPO loop",
+        LOOP_NAME,
         1,
         where,
         0.0 if alone else float(gpus),
@@ -389,7 +391,7 @@ def _engines(
     text = {**raw, **(raw.get("text_config") or {})}
     parts = {
         "weights": _element(config) * model.parameters // ranks,
-        "keys and values": cache_bytes(text, section) // ranks,
+        CACHE: cache_bytes(text, section) // ranks,
     }
     if section.addresses:
         # An address may hold a password.
@@ -407,10 +409,10 @@ def _engines(
         share = float(ranks * gpus)
     several = f" of {ranks} ranks" * (ranks > 1)
     drafting = parts | {"heads": _element(config) * heads_parameters(heads)} | _remembered(config)
-    found = [Process(f"engine{several}", section.replicas, where, share, drafting, guest)]
+    found = [Process(f"{ENGINE}{several}", section.replicas, where, share, drafting, guest)]
     if config.report.compare_pairs:
         where += "; after the last step, for report.compare_pairs"
-        found.append(Process(f"plain engine{several}", section.replicas, where, share, parts))
+        found.append(Process(f"plain {ENGINE}{several}", section.replicas, where, share, parts))
     return found
 
 
@@ -446,7 +448,7 @@ def _companion(config: RunConfig, model: ModelSizes, heads: HeadsConfig, gpus: b
         parts["Python, torch and their libraries"] = PROCESS_BYTES
     where = f"a Ray actor, {_place(section.resource, workers)}"
     where += ", on the GPU only while it trains" if section.offload and gpus else ""
-    name = "companion" if workers == 1 else "companion worker"
+    name = COMPANION if workers == 1 else f"{COMPANION} worker"
     return Process(name, workers, where, (section.num_gpus or 0.0) if gpus else 0.0, parts)
 
 
@@ -604,22 +606,59 @@ def _warnings(config: RunConfig, model: ModelSizes, tokens: int) -> list[str]:
     return found
 
 
-def _too_large(processes: list[Process], gpu_bytes: int) -> list[str]:
-    """Warnings about processes that don't fit on a GPU with this many bytes; 0: unknown."""
-    return [
-        (
-            f"Each {process.name} takes {size_text(process.gpu_memory)} on its GPU, which has"
-            f" {size_text(gpu_bytes)}: it will run out of memory."
+def _too_large(config: RunConfig, processes: list[Process], hardware: Hardware) -> Iterator[str]:
+    """Warnings about processes that don't fit on a GPU by themselves."""
+    size = hardware.gpu_bytes
+    for process in processes:
+        need = process.gpu_memory
+        room = size
+        of_it = ""
+        if ENGINE in process.name:
+            # vLLM takes as many keys and values as its share of the GPU leaves room for.
+            need -= process.parts[CACHE]
+            room = _reserved(config, size) or size
+            of_it = f" without {CACHE}"
+        if size and process.gpus and need > room:
+            yield (
+                f"Each {process.name} takes {size_text(need)}{of_it} on its GPU, where it has"
+                f" {size_text(room)}: it will run out of memory."
+            )
+
+
+def _too_large_together(
+    config: RunConfig, processes: list[Process], peaks: dict[str, int], hardware: Hardware
+) -> Iterator[str]:
+    """A warning about processes that share a machine's only GPU and don't fit on it together."""
+    if not hardware.gpu_bytes or hardware.gpus != 1 or hardware.elsewhere:
+        return
+    taken = {}
+    for process in processes:
+        # An engine for a comparison comes after the last step, and the run may do without it.
+        if process.gpus and ENGINE not in process.name:
+            taken[process.name] = process.count * process.gpu_memory
+    if peaks and LOOP_NAME in taken:
+        taken[LOOP_NAME] = max(peaks.values())
+    engines = config.engine.replicas * _reserved(config, hardware.gpu_bytes)
+    need = sum(taken.values()) + engines
+    if config.ppo.placement == SHARED:  # The engine sleeps while roles compute, and they leave.
+        roles = sum(size for name, size in taken.items() if not name.startswith(COMPANION))
+        need -= min(engines, roles)
+    if engines:
+        taken["engine" + "s" * (config.engine.replicas > 1)] = engines
+    if need > hardware.gpu_bytes:
+        parts = ", ".join(f"{name} {size_text(size)}" for name, size in taken.items())
+        yield (
+            f"All processes are on the only GPU, where they take {size_text(need)} at once"
+            f" ({parts}), and it has {size_text(hardware.gpu_bytes)}: they will run out of memory."
+            " Lower engine.memory_fraction, set ppo.placement=shared with engine.sleep_level=1, or"
+            " use a smaller model."
         )
-        for process in processes
-        if gpu_bytes and process.gpus and process.gpu_memory > gpu_bytes * max(1.0, process.gpus)
-    ]
 
 
-def size_text(count: float) -> str:
-    """A number of bytes in a readable unit."""
-    power = min(len(UNITS) - 1, int(math.log(max(1, count), 1024)))
-    return f"{count / 1024**power:.{int(power > 0)}f} {UNITS[power]}"
+def _reserved(config: RunConfig, gpu_bytes: int) -> int:
+    """Bytes that vLLM reserves on each of an engine's GPUs; 0 for running servers."""
+    section = config.engine
+    return 0 if section.addresses else round((section.memory_fraction or 0.0) * gpu_bytes)
 
 
 def lines(plan: Plan) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -100,7 +101,8 @@ def plan(
         str,
         typer.Option(
             metavar="h100|h200|a100",
-            help="Also predict what drafting would gain there; implies --gpus.",
+            help="Plan for the memory of such GPUs, and predict what drafting would gain there;"
+            " implies --gpus.",
         ),
     ] = "",
 ) -> None:
@@ -110,10 +112,16 @@ def plan(
     """
     from medusa_ppo.cli.plan import lines, make_plan
     from medusa_ppo.config.run_config import load_config
+    from medusa_ppo.predict.gpus import find_gpu
     from medusa_ppo.runtime.hardware import assumed_hardware
 
     settings = load_config(config, overrides or ())
-    for line in lines(make_plan(settings, assumed_hardware(settings, bool(gpu) or gpus))):
+    hardware = assumed_hardware(settings, bool(gpu) or gpus)
+    if gpu:
+        memory = int(find_gpu(gpu).memory_bytes)
+        found = f"{hardware.found}, each with the memory of one {gpu}"
+        hardware = replace(hardware, gpu_bytes=memory, bfloat16=True, found=found)
+    for line in lines(make_plan(settings, hardware)):
         say(line)
     if gpu:
         say(f"\n{_worth(settings, gpu)}")

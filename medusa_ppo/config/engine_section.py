@@ -12,6 +12,8 @@ from medusa_ppo.config.section import Contradiction, Count, Section, Text, unkno
 
 COLOCATED, SERVER = "colocated", "server"
 AUTO: Literal["auto"] = "auto"
+RANK_KINDS = ("tensor", "pipeline", "prefill_context", "data")
+"""The ways in which vLLM splits an engine over ranks that have a GPU each: `..._parallel_size`."""
 
 
 def _auto(given: object) -> object:
@@ -125,10 +127,7 @@ class EngineConfig(Section):
     @property
     def ranks(self) -> int:
         """Number of an engine's ranks, each of which has a GPU if there are any."""
-        return math.prod(
-            int(self.extra.get(f"{kind}_parallel_size", 1))
-            for kind in ("tensor", "pipeline", "data")
-        )
+        return math.prod(int(self.extra.get(f"{kind}_parallel_size", 1)) for kind in RANK_KINDS)
 
     @property
     def addresses(self) -> tuple[str, ...]:

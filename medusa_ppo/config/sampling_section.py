@@ -33,7 +33,7 @@ class SamplingConfig(Section):
     seeded: bool | None = None
     """Give each request its own seed, derived from `seed`, the step and its place, so that a run
     reproduces its responses; null: only if the run is otherwise reproducible (engine.num_drafts is
-    a number, and the companion waits or is off). vLLM samples seeded requests one by one, which
-    takes time in each step. Set it to false for speed, to true to compare runs whose drafts or
-    heads follow the clock.
+    a number, and the companion waits or is off); those of evaluations always have one. vLLM samples
+    seeded requests one by one, which takes time in each step. Set it to false for speed, to true to
+    compare runs whose drafts or heads follow the clock.
     """

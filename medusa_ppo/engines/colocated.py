@@ -30,6 +30,7 @@ from medusa_ppo.engines.calibration import (
     measure,
     rows_of,
 )
+from medusa_ppo.engines.gpu_room import require_room
 from medusa_ppo.engines.kept_tables import keep_table
 from medusa_ppo.engines.launch import ENVIRONMENT, LaunchPlan, kernels_environment, plan_launch
 from medusa_ppo.engines.pieces import UNFINISHED, Ended, Finished, Partly, request_seed, tell
@@ -65,8 +66,8 @@ class ColocatedEngine(base.WorkerEngine):
         *,
         plan: LaunchPlan | None = None,
     ) -> None:
-        """Start vLLM. Raises what `plan_launch` raises, and EngineError when vLLM itself fails to
-        start.
+        """Start vLLM. Raises what `plan_launch` raises, and EngineError when the GPU has no room
+        (`gpu_room`) or vLLM itself fails to start.
 
         Args:
             plan: a start that was planned elsewhere; the other arguments are then not used.
@@ -533,6 +534,7 @@ class AttachedEngine(base.WorkerEngine):
 
 
 def _start(plan: LaunchPlan) -> LLM:
+    require_room(plan.engine_args, plan.parts, os.environ)
     for name, value in ENVIRONMENT.items():
         # Before importing vLLM, which sets up its logging.
         os.environ.setdefault(name, value)

@@ -32,6 +32,7 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.engines import rollout_engine as base
+from medusa_ppo.engines.gpu_room import require_room
 from medusa_ppo.engines.launch import (
     HOST,
     PARENT,
@@ -52,10 +53,18 @@ ATTACH_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 20.0
 LOOK_EVERY_S = 0.25
 LOG_TAIL_LINES = 25
+PORT_TAKEN = "address already in use"
 RAISED = re.compile(r"\b\w*(Error|Exception|Interrupt)(: |$)")
 CALL_TIMEOUT_S = 600.0
 TOKEN_S = 1.0
 """An engine that takes longer than this per token of a sequence counts as hanging."""
+STILL_S = 1800.0
+"""An engine that makes no step for this long, while requests wait for it, hangs. On a CPU a step
+with thousands of tokens of prompts takes minutes; all else that is slow makes steps.
+"""
+WATCH_EVERY_S, WATCH_WITHIN_S = 30.0, 10.0
+OF_ENGINE = "vllm:"
+"""Metrics that change with an engine's steps alone begin so."""
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """A new connection for each request: on a kept one, an answer sent twice would be taken for the
 next request's.
@@ -135,7 +144,7 @@ class ServerEngine(base.WorkerEngine):
         closing: threading.Event | None = None,
     ) -> None:
         """Start a server, or attach to the one at `config.backend`. Raises like `plan_launch`, and
-        EngineError if no server answers.
+        EngineError if there is no room for one (`gpu_room`), or none answers.
 
         Args:
             devices: the GPUs for a server started here, as CUDA_VISIBLE_DEVICES names them; none:
@@ -151,7 +160,7 @@ class ServerEngine(base.WorkerEngine):
         # token.
         token = None if config.addresses else secrets.token_urlsafe(32)
         self._client = Client(
-            base_url=self._start(config, token) if token else config.addresses[0],
+            base_url="" if token else config.addresses[0],
             headers=token_header(token),
             timeout=CALL_TIMEOUT_S,
             limits=LIMITS,
@@ -161,10 +170,12 @@ class ServerEngine(base.WorkerEngine):
         # Twice the engine's slots, so that requests wait in the server and slots never wait for
         # requests.
         self._workers = max(1, 2 * config.max_num_seqs)
+        closing = closing or threading.Event()
         try:
-            self._wait_until_healthy(
-                started_here=not config.addresses, closing=closing or threading.Event()
-            )
+            if token:
+                self._start_up(config, token, closing)
+            else:
+                self._wait_until_healthy(started_here=False, closing=closing)
             self._model_name = self._json(
                 "GET", "/v1/models", lambda body: str(body["data"][0]["id"])
             )
@@ -198,9 +209,12 @@ class ServerEngine(base.WorkerEngine):
             return response
 
         def answer() -> list[Response]:
-            with ThreadPoolExecutor(
-                min(count, self._workers), thread_name_prefix="medusa-ppo-http"
-            ) as pool:
+            with (
+                self._watched(),
+                ThreadPoolExecutor(
+                    min(count, self._workers), thread_name_prefix="medusa-ppo-http"
+                ) as pool,
+            ):
                 calls = [pool.submit(complete, i) for i in range(count)]
                 try:
                     return [call.result() for call in calls]
@@ -361,6 +375,9 @@ class ServerEngine(base.WorkerEngine):
     def close(self) -> None:
         """End the process group that was started here; an attached server keeps running."""
         self._client.close()
+        self._end_process()
+
+    def _end_process(self) -> None:
         process = self._process
         self._process = None
         if process is None:
@@ -382,10 +399,21 @@ class ServerEngine(base.WorkerEngine):
 
     # ---- the process
 
+    def _start_up(self, config: EngineConfig, token: str, closing: threading.Event) -> None:
+        """Start a server, and wait until it answers. Its port was free when it was chosen, but the
+        server binds it seconds later: if somebody else has it by then, another one is tried.
+        """
+        for tries_left in (1, 0):
+            self._client.base_url = self._start(config, token)
+            try:
+                return self._wait_until_healthy(started_here=True, closing=closing)
+            except EngineError:
+                if not tries_left or PORT_TAKEN not in self._said().lower():
+                    raise
+            logger.warning("%s was taken before the server had it.", self._address)
+            self._end_process()
+
     def _start(self, config: EngineConfig, token: str) -> str:
-        port = free_port()
-        handle, name = tempfile.mkstemp(prefix="medusa-ppo-server-", suffix=".log")
-        self._log = Path(name)
         env = (
             os.environ
             | process_environment(config, has_gpu=torch.cuda.is_available())
@@ -398,6 +426,10 @@ class ServerEngine(base.WorkerEngine):
         # The server keeps its API in one process and the model in another; the setting for
         # in-process engines does not apply to it.
         env.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
+        require_room(self.plan.engine_args, self.plan.parts, env)
+        port = free_port()
+        handle, name = tempfile.mkstemp(prefix="medusa-ppo-server-", suffix=".log")
+        self._log = Path(name)
         command = [
             sys.executable,
             "-m",
@@ -447,9 +479,13 @@ class ServerEngine(base.WorkerEngine):
         )
 
     def _tail(self) -> str:
+        return last_words(self._said()) if self._log.is_file() else "no log"
+
+    def _said(self) -> str:
+        """The log of a server that was started here."""
         if not self._log.is_file():
-            return "no log"
-        return last_words(self._log.read_text(encoding="utf-8", errors="replace"))
+            return ""
+        return self._log.read_text(encoding="utf-8", errors="replace")
 
     @property
     def _address(self) -> httpx.URL:
@@ -457,6 +493,69 @@ class ServerEngine(base.WorkerEngine):
         engine.backend.
         """
         return self._client.base_url.copy_with(userinfo=b"")
+
+    # ---- is it still at work?
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Context around requests: if the engine makes no more steps, a server that was started
+        here is ended, so that they fail now and not after the hours that slow ones may take. Of
+        another server, which may be in others' use, a warning says so.
+        """
+        over, hung = threading.Event(), threading.Event()
+
+        def watch() -> None:
+            seen: str | None = None
+            since = time.monotonic()
+            while not over.wait(WATCH_EVERY_S):
+                now = self._signs_of_life(seen)
+                if now != seen or now == "":
+                    seen = now
+                    since = time.monotonic()
+                elif time.monotonic() - since > STILL_S:
+                    hung.set()
+                    self._end_hung()
+                    return
+
+        watcher = threading.Thread(target=watch, name="medusa-ppo-watch", daemon=True)
+        watcher.start()
+        try:
+            yield
+        except EngineError as error:
+            if not hung.is_set() or self._process is None:
+                raise
+            raise EngineError(
+                "The vLLM server hung, and was ended.",
+                given=f"no engine step in {STILL_S:.0f} s while requests waited, {self._address}",
+                expected="steps, or an answer",
+                do=f"Its log ends:\n{self._tail()}",
+            ) from error
+        finally:
+            over.set()
+            watcher.join()
+
+    def _signs_of_life(self, seen: str | None) -> str | None:
+        """The engine's metrics, which each step changes; empty: the server has none. What was
+        `seen` last if it does not answer.
+        """
+        try:
+            answer = self._fetch("GET", "/metrics", WATCH_WITHIN_S)
+        except httpx.HTTPError:
+            return seen
+        return "\n".join(line for line in answer.text.splitlines() if line.startswith(OF_ENGINE))
+
+    def _end_hung(self) -> None:
+        process = self._process
+        if process is None:
+            logger.warning(
+                "The vLLM server at %s has made no engine step for %.0f s while requests wait for"
+                " it. If it hangs, start it again.",
+                self._address,
+                STILL_S,
+            )
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
     # ---- HTTP
 

@@ -15,7 +15,7 @@ import runpy
 import signal
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from heads.errors import (
 from heads.heads_config import HeadsConfig
 from medusa_ppo.config.engine_section import AUTO, EngineConfig
 from medusa_ppo.config.model_section import VISION_FAMILIES
+from medusa_ppo.engines.gpu_room import least_parts
 from medusa_ppo.runtime.control_guard import GUARD
 from medusa_ppo.runtime.files import cache_folder
 from medusa_ppo.runtime.hardware import settled_engine
@@ -105,6 +106,7 @@ class LaunchPlan:
         max_model_len: longest prompt plus response.
         vocab_size: valid token ids are below it.
         runner: vLLM's model runner; empty: vLLM's choice.
+        parts: bytes that each rank has on its GPU at least, by part (`gpu_room.least_parts`).
     """
 
     engine_args: dict[str, Any]
@@ -114,6 +116,7 @@ class LaunchPlan:
     max_model_len: int
     vocab_size: int
     runner: str = ""
+    parts: dict[str, int] = field(default_factory=dict)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -233,6 +236,14 @@ def plan_launch(
         args["max_model_len"],
         vocab_size,
         runner,
+        least_parts(
+            model,
+            args,
+            config.extra,
+            heads,
+            draft_vocabulary(config, heads) or 0,
+            sampled=drafting["sampled"],
+        ),
     )
 
 

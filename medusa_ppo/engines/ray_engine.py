@@ -158,12 +158,13 @@ def _received(sent: SentFiles) -> Iterator[str]:
         yield str(folder)
 
 
-def gpus_asked(config: EngineConfig, ranks: int) -> float:
-    """GPUs that Ray gives to an engine with this many ranks: a share of one, or one per rank; none
-    in a cluster without GPUs.
+def gpus_asked(config: EngineConfig) -> float:
+    """GPUs that Ray gives to an engine: a share of one, or one for each of its ranks; none in a
+    cluster without GPUs.
     """
     if not ray.cluster_resources().get("GPU"):
         return 0.0
+    ranks = config.ranks
     return (settled_engine(config).memory_fraction or 0.0) if ranks == 1 else float(ranks)
 
 
@@ -262,10 +263,10 @@ class RayEngine(base.RolloutEngine):
             place: other processes' place, to share with them; it asks Ray for no GPU then.
             closing: set when nobody wants the engine any more, which ends its start.
         """
-        # Planned here only to refuse before anything starts; the actor plans by its own node's
-        # hardware.
-        given = plan
-        plan = plan or plan_launch(model_path, heads_path, config, seed)
+        if plan is None:
+            # Planned here only to refuse before anything starts; the actor plans by its own node's
+            # hardware.
+            plan_launch(model_path, heads_path, config, seed)
         if not ray.is_initialized():
             raise EngineError(
                 "Ray is not running.",
@@ -274,9 +275,7 @@ class RayEngine(base.RolloutEngine):
                 do="Call ray.init() first.",
             )
         devices = () if place is None else place.devices
-        gpus = 0.0
-        if place is None:
-            gpus = gpus_asked(config, int(plan.engine_args.get("tensor_parallel_size", 1)))
+        gpus = gpus_asked(config) if place is None else 0.0
         # No CPU is reserved: in colocated mode the engine and the companion share the node's cores
         # by design.
         options: dict[str, Any] = {
@@ -295,7 +294,7 @@ class RayEngine(base.RolloutEngine):
         # The actor has a different working directory.
         model = str(Path(model_path).resolve()) if Path(model_path).is_dir() else str(model_path)
         actor: Any = ray.remote(**options)(EngineHost)
-        self._host: Any = actor.remote(model, heads, config, seed, given)
+        self._host: Any = actor.remote(model, heads, config, seed, plan)
         self._slots = config.max_num_seqs or 1
         closing = closing or threading.Event()
         try:
@@ -356,9 +355,8 @@ class RayEngine(base.RolloutEngine):
 
     def _parts(self, prompts: base.Prompts, sampling: Sampling) -> Iterator[Ended | Rollouts]:
         """One call, whose parts arrive through Ray's object store as the engine produces them."""
-        longest_s = http_server.patience_s(
-            len(prompts) * sampling.responses_per_prompt, sampling, self._slots
-        )
+        # Between two parts: some response runs all the time, whatever else waits for a slot.
+        longest_s = http_server.patience_s(1, sampling, self._slots)
         with self._errors("generating"):
             stream = (
                 self._running("generating")
@@ -515,10 +513,10 @@ def make_engine(
     if config.replicas == 1 and not supervised and config.transfer == "file":
         return unplaced(0, config, engine_seed(seed, 0, step))
     group = None
-    # Room for all engines at once.
-    if config.replicas > 1 and config.backend == COLOCATED and not places:
-        gpus = gpus_asked(config, int(config.extra.get("tensor_parallel_size", 1)))
-        group = reserve([bundle(gpus, config.resource)] * config.replicas, "engines")
+    # Room for all engines at once, which is kept while a lost one is started again.
+    if config.backend == COLOCATED and not places:
+        room = [bundle(gpus_asked(config), config.resource)] * config.replicas
+        group = reserve(room, "engines" if config.replicas > 1 else "engine")
 
     starts = Counter[int]()
 

@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -236,8 +236,21 @@ def sampling_of(config: RunConfig, step: int) -> Sampling:
         top_k=section.top_k or 0,
         max_new_tokens=section.max_new_tokens,
         responses_per_prompt=section.responses_per_prompt,
-        seed=(config.seed * 1_000_003 + step) % 2**31 if config.seeds_requests else None,
+        seed=_seed(config, step) if config.seeds_requests else None,
     )
+
+
+def _seed(config: RunConfig, step: int) -> int:
+    return (config.seed * 1_000_003 + step) % 2**31
+
+
+def evaluation_sampling(config: RunConfig) -> Sampling:
+    """How an evaluation's prompts are answered, once each: as in training, but with the same seeds
+    every time, so that evaluations differ by the actors and not by chance. They are those of step
+    0, which has other prompts.
+    """
+    sampling = replace(sampling_of(config, 0), responses_per_prompt=1)
+    return replace(sampling, seed=_seed(config, 0)) if sampling.temperature > 0 else sampling
 
 
 def num_drafts(config: RunConfig) -> int:

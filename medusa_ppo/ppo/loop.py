@@ -15,7 +15,6 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,7 +28,14 @@ from medusa_ppo.plugin.medusa_plugin import StatesTap  # medusa
 from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo.batch import PPOBatch, text_batch
 from medusa_ppo.ppo.comparison import compare  # medusa
-from medusa_ppo.ppo.generation import Prompt, PromptStream, RolloutFiles, SpeedPairs, sampling_of
+from medusa_ppo.ppo.generation import (
+    Prompt,
+    PromptStream,
+    RolloutFiles,
+    SpeedPairs,
+    evaluation_sampling,
+    sampling_of,
+)
 from medusa_ppo.ppo.long_tail import LongTail
 from medusa_ppo.ppo.placement import ACTOR, REWARD
 from medusa_ppo.ppo.rewards import earned_by_steps, token_texts
@@ -342,12 +348,17 @@ class PPOLoop:
         self.turns.wake(self.engine, self.config.engine.sleep_level)
 
     @contextlib.contextmanager
-    def _reading_roles(self) -> Iterator[None]:
+    def _reading_roles(self, *, judging: bool = False) -> Iterator[None]:
         """Context in which roles are read after the sync: the engine sleeps again if they can only
         be read on its device.
+
+        Args:
+            judging: the reward model judges, too. Beside an awake engine it has room only if pieces
+                are judged there in every step: the start of the run looks at that.
         """
         level = self.config.engine.sleep_level
-        if not self.turns.read_on_device:
+        judges = judging and self.turns.judges_beside_engine
+        if not (self.turns.read_on_device or (judges and self.config.ppo.piece_prompts is None)):
             yield
             return
         self.turns.sleep(self.engine, level)
@@ -391,9 +402,9 @@ class PPOLoop:
 
     def _evaluate(self, prompts: PromptStream, step: int) -> Metrics:
         with self.progress.phase(phases.EVALUATE, step) as evaluate_s:
-            sampling = replace(sampling_of(self.config, 0), responses_per_prompt=1)
-            found = self.engine.generate([p.token_ids for p in prompts.prompts], sampling)
-            with self._reading_roles():
+            asked = [p.token_ids for p in prompts.prompts]
+            found = self.engine.generate(asked, evaluation_sampling(self.config))
+            with self._reading_roles(judging=True):
                 means = self._reward_metrics(self._rewards(found, prompts.prompts))
                 values = {names.EVAL_REWARD: means[names.REWARD_MEAN]}
                 if names.CORRECT_FRAC in means:

@@ -297,6 +297,11 @@ class Turns:
         self._move_s = 0.0
         self._wake_s = 0.0
 
+    @property
+    def judges_beside_engine(self) -> bool:
+        """Whether a reward model of this process comes onto the engine's device to judge."""
+        return self._placement == SHARED and REWARD in self._roles
+
     def add(
         self, role: str, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> None:

@@ -24,6 +24,11 @@ from medusa_ppo.config.run_config import RunConfig
 BF16_FROM = 8.0  # NVIDIA's compute capability.
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}
 QUERY = ("nvidia-smi", "--query-gpu=compute_cap,memory.total", "--format=csv,noheader,nounits")
+MEMORY_QUERY = (
+    "nvidia-smi",
+    "--query-gpu=index,uuid,name,memory.free,memory.used,mig.mode.current",
+    "--format=csv,noheader,nounits",
+)
 QUERY_TIMEOUT_S = 20.0
 SHARED_MEMORY, OWN_MEMORY = 0.35, 0.9
 """An engine's share of a GPU's memory: next to PPO's update, which needs more than half, and on a
@@ -117,6 +122,72 @@ def _capabilities() -> tuple[list[tuple[float, int]], str]:
         return [], f"{QUERY[0]}: {type(error).__name__}"
 
 
+class GpuMemory(NamedTuple):
+    """What is free on a GPU now.
+
+    Attributes:
+        index, uuid: what nvidia-smi and CUDA_VISIBLE_DEVICES call it.
+        model: which kind of GPU it is.
+        free, total: bytes; without what the driver keeps for itself, which no program gets.
+    """
+
+    index: str
+    uuid: str
+    model: str
+    free: int
+    total: int
+
+
+def gpu_memory() -> list[GpuMemory]:
+    """The memory of all GPUs of this machine, whatever CUDA_VISIBLE_DEVICES says; empty if it is
+    not known of each: nvidia-smi is absent, too slow or too old, or a GPU is split (MIG) or shares
+    the host's memory.
+    """
+    try:
+        answer = subprocess.run(
+            MEMORY_QUERY, capture_output=True, text=True, timeout=QUERY_TIMEOUT_S, check=True
+        ).stdout
+        found = []
+        for line in filter(str.strip, answer.splitlines()):
+            index, uuid, model, free, used, split = (part.strip() for part in line.split(","))
+            if split == "Enabled":
+                return []  # A process gets an instance of it, whose memory the query doesn't tell.
+            # Newer drivers count what they keep for themselves in the total alone.
+            total = int(free) + int(used)
+            found.append(GpuMemory(index, uuid, model, int(free) << 20, total << 20))
+        return found
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return []
+
+
+def memory_of_first(count: int, environment: Mapping[str, str]) -> list[GpuMemory]:
+    """What is free on the first `count` GPUs that a process with these variables sees; empty if
+    that is not known for sure.
+    """
+    everything = gpu_memory()
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        names = [gpu.index for gpu in everything]
+    else:
+        names = [name.strip() for name in visible.split(",")]
+    # By default CUDA numbers the fastest GPU first, nvidia-smi by their places on the bus.
+    alike = len({gpu.model for gpu in everything}) == 1
+    in_order = alike or environment.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
+    found = []
+    for name in names[:count]:
+        # CUDA also takes the beginning of a UUID, if it is that of one GPU alone.
+        called = [
+            gpu
+            for gpu in everything
+            if (in_order and gpu.index == name)
+            or (name.startswith("GPU-") and gpu.uuid.startswith(name))
+        ]
+        if len(called) != 1:
+            return []
+        found += called
+    return found if len(found) == count else []
+
+
 def assumed_hardware(config: RunConfig, gpus: bool | None) -> Hardware:
     """The hardware for a plan: this machine, or one with or without GPUs according to `gpus`."""
     here = find_hardware()
@@ -125,9 +196,7 @@ def assumed_hardware(config: RunConfig, gpus: bool | None) -> Hardware:
         return here
     # `gpus` says whether there are any, not how many: assume one, or a node's usual eight if one
     # can't be enough.
-    several = (
-        engine.replicas * int(engine.extra.get("tensor_parallel_size", 1)) * config.actor.ranks > 1
-    )
+    several = engine.replicas * engine.ranks * config.actor.ranks > 1
     count = int(gpus) * (8 if several or (config.companion.num_gpus or 0) >= 1 else 1)
     found = f"{here.cores} cores, {count} GPUs, as asked for"
     return Hardware(count, gpus, here.cores, found, here.gpu_bytes if gpus else 0)

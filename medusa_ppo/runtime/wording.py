@@ -4,10 +4,12 @@ no measurement.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 NONE = "\N{EM DASH}"
 TIMES = "\N{MULTIPLICATION SIGN}"
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def length(value: float | None) -> str:
@@ -55,6 +57,12 @@ def short(text: str, value: float) -> str:
     if abs(value) < 10_000 or not text.replace(",", "").lstrip("-").isdigit():
         return text
     return f"{value / 1e6:g}M" if abs(value) >= 1e6 else f"{value / 1e3:g}k"
+
+
+def size_text(count: float) -> str:
+    """A number of bytes in a readable unit."""
+    power = min(len(UNITS) - 1, int(math.log(max(1, count), 1024)))
+    return f"{count / 1024**power:.{int(power > 0)}f} {UNITS[power]}"
 
 
 def signed(value: float | None) -> str:

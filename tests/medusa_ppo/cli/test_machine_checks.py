@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from medusa_ppo.cli import machine_checks
 from medusa_ppo.cli.app import app
 from medusa_ppo.engines.probe import tiny_model
+from medusa_ppo.runtime.hardware import GpuMemory
 from medusa_ppo.vllm_plugin.hook_table import HookCheck
 
 
@@ -69,6 +70,25 @@ def test_gpus_that_the_cpu_build_leaves_idle_are_a_fault(monkeypatch: pytest.Mon
         monkeypatch.setattr(machine_checks, "is_cpu_build", lambda cpu=cpu: cpu)
         check = next(c for c in machine_checks.run_checks(quick=True) if c.name == "GPUs")
         assert check.ok is ok and "Some GPU" in check.found and "STACK=cuda" in check.do
+
+
+@pytest.mark.parametrize("taken", [0, 60])
+def test_gpus_whose_memory_others_have_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch, taken: int
+) -> None:
+    """No GPU here: their memory is made up."""
+    gib = 2**30
+    found = [
+        GpuMemory("0", "GPU-a", "Some GPU", 80 * gib, 80 * gib),
+        GpuMemory("1", "GPU-b", "Some GPU", (80 - taken) * gib, 80 * gib),
+    ]
+    monkeypatch.setattr(machine_checks, "gpu_names", lambda: ["Some GPU, 81559 MiB"] * 2)
+    monkeypatch.setattr(machine_checks, "gpu_memory", lambda: found)
+    monkeypatch.setattr(machine_checks, "is_cpu_build", lambda: False)
+    check = next(c for c in machine_checks.run_checks(quick=True) if c.name == "GPUs")
+    assert check.ok and check.warn is bool(taken) and "81559 MiB" in check.found
+    assert ("GPU 1 has 20.0 GiB free of 80.0 GiB" in check.found) is bool(taken)
+    assert "GPU 0 has" not in check.found
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,76 @@ def test_a_gpu_that_can_not_hold_it_is_told(folder: Path) -> None:
     assert any(warning.startswith("Each companion takes") for warning in small)
 
 
+@pytest.mark.parametrize("placement", ["separate", "shared"])
+def test_processes_that_share_the_only_gpu_are_counted_together(
+    folder: Path, placement: str
+) -> None:
+    """Each fits by itself. With several GPUs each has its own, and with turns one is there."""
+    values: dict[str, Any] = {
+        "model": {"path": str(folder)},
+        "engine": {"memory_fraction": 0.5},
+        "ppo": {"placement": placement},
+    }
+    if placement == "shared":
+        values["engine"]["sleep_level"] = 1
+    config = build_config(values)
+
+    def warned(size: int, gpus: int = 1) -> list[str]:
+        return list(make_plan(config, Hardware(gpus, True, 2, "", gpu_bytes=size)).warnings)
+
+    plan = make_plan(config, Hardware(1, True, 2, "", gpu_bytes=2**50))
+    loop = max(plan.peaks.values())
+    companion = next(p.gpu_memory for p in plan.processes if p.name == "companion")
+    # Half of the GPU is the engine's.
+    enough = loop + companion if placement == "shared" else 2 * (loop + companion)
+    if placement == "shared":
+        enough = max(enough, 2 * companion)
+    assert not warned(enough + 100)
+    (warning,) = warned(int(0.97 * enough))
+    assert "the only GPU" in warning and "companion" in warning and "engine " in warning
+    assert not warned(int(0.97 * enough), gpus=2)
+
+
+def test_an_engine_is_judged_by_its_share_and_rank_by_rank(folder: Path) -> None:
+    """Ranks were compared with all their GPUs, and keys and values, of which vLLM takes as many as
+    there is room for, with the whole of one.
+    """
+
+    def warned(gpu_bytes: int, **engine: Any) -> bool:
+        config = build_config(
+            {"model": {"path": str(folder)}, "engine": {"dtype": "bfloat16", **engine}}
+        )
+        plan = make_plan(config, Hardware(8, True, 2, "", gpu_bytes=gpu_bytes))
+        return any(warning.startswith("Each engine") for warning in plan.warnings)
+
+    plan = make_plan(build_config({"model": {"path": str(folder)}}), GPUS)
+    parts = next(p.parts for p in plan.processes if p.name == "engine")
+    weights, heads = parts["weights"], parts["heads"]
+    least = 2 * (weights + heads)
+    assert not warned(least + 2, memory_fraction=0.5) and warned(least - 2, memory_fraction=0.5)
+    assert not warned(least + 2, memory_fraction=0.5, max_num_seqs=4096)
+    two = {"memory_fraction": 0.5, "extra": {"tensor_parallel_size": 2}}
+    least = 2 * (weights // 2 + heads)
+    assert not warned(least + 2, **two) and warned(least - 2, **two)
+
+
+def test_a_plan_for_a_gpu_by_name_has_its_memory(folder: Path) -> None:
+    config = str(FOLDER / "one-gpu.yaml")
+    found = {}
+    for name in ("h100", "h200"):
+        # Four billion parameters, most of them in tables.
+        known = json.loads((folder / "config.json").read_text())
+        known |= {"vocab_size": 2**18, "hidden_size": 2**13, "tie_word_embeddings": False}
+        (folder / "config.json").write_text(json.dumps(known))
+        answer = CliRunner().invoke(
+            app, ["plan", "--config", config, f"model.path={folder}", "--gpu", name]
+        )
+        assert answer.exit_code == 0, answer.output
+        found[name] = answer.output
+    assert "80.0 GiB" in found["h100"] and "141.0 GiB" in found["h200"]
+    assert all("will run out of memory" in text for text in found.values())
+
+
 def test_a_companion_on_a_cpu_is_counted_with_its_process(folder: Path) -> None:
     """Half of it was planned: the process itself and the freed memory that it keeps were left out
     (`benchmarks/companion_memory.py`).

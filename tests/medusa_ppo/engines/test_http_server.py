@@ -9,13 +9,15 @@ import os
 import signal
 import socket
 import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -208,6 +210,150 @@ def test_a_server_that_is_started_learns_who_starts_it(
     monkeypatch.setattr(http_server.sys, "executable", str(python))
     with pytest.raises(EngineError, match=f"told {os.getpid()}, is below {os.getpid()}\\."):
         ServerEngine(model, None, EngineConfig(backend="server", max_model_len=64, dtype="float32"))
+
+
+SERVER = """#!{python}
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+# As vLLM: it binds the port that it is given.
+class Server(HTTPServer):
+    allow_reuse_address = False
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({{"data": [{{"id": "model"}}]}}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+port = int(sys.argv[sys.argv.index("--port") + 1])
+with open({ports!r}, "a") as ports:
+    ports.write(f"{{port}}\\n")
+Server(("127.0.0.1", port), Handler).serve_forever()
+"""
+"""A program in the place of vLLM's server."""
+
+
+@pytest.mark.parametrize("taken", [1, 2])
+def test_a_port_that_was_taken_meanwhile_is_replaced_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int
+) -> None:
+    """Between the choice of a port and the server's bind there are seconds."""
+    python, ports = tmp_path / "python", tmp_path / "ports"
+    python.write_text(SERVER.format(python=sys.executable, ports=str(ports)))
+    python.chmod(0o700)
+    monkeypatch.setattr(http_server.sys, "executable", str(python))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    plan = SimpleNamespace(drafting={}, engine_args={}, parts={}, environment={})
+    monkeypatch.setattr(http_server, "plan_launch", lambda *_: plan)
+    monkeypatch.setattr(ServerEngine, "_take_stock", lambda *_, **__: None)
+    others = [socket.socket() for _ in range(taken)]
+    for other in others:
+        other.bind(("127.0.0.1", 0))
+    numbers = [other.getsockname()[1] for other in others]
+    given = numbers.copy()
+    free = http_server.free_port
+    monkeypatch.setattr(http_server, "free_port", lambda: given.pop(0) if given else free())
+    config = EngineConfig(backend="server", max_num_seqs=1, max_model_len=8, dtype="float32")
+    with contextlib.ExitStack() as stack:
+        for other in others:
+            stack.enter_context(other)
+        if taken == 1:
+            with ServerEngine("model", None, config) as engine:
+                tried = [int(line) for line in ports.read_text().split()]
+                assert tried[0] == numbers[0] and len(tried) == 2
+                assert engine._client.base_url.port == tried[1]
+                process = engine._process
+            assert process is not None and process.poll() is not None
+        else:
+            with pytest.raises(EngineError, match="ended while starting") as caught:
+                ServerEngine("model", None, config)
+            assert "Address already in use" in str(caught.value)
+            assert [int(line) for line in ports.read_text().split()] == numbers
+    assert not list(tmp_path.glob("medusa-ppo-server-*")), "their logs are gone"
+
+
+@pytest.fixture
+def waiting(ask, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Any, Any]]]:
+    """waiting(metrics, after_s) -> an engine whose server answers prompts after so long, and
+    `/metrics` with what `metrics` returns; and the process that stands for the server's own.
+    """
+    monkeypatch.setattr(http_server, "STILL_S", 0.5)
+    monkeypatch.setattr(http_server, "WATCH_EVERY_S", 0.05)
+    monkeypatch.setattr(http_server, "WATCH_WITHIN_S", 0.2)
+    processes = list[subprocess.Popen[bytes]]()
+
+    def build(metrics: Callable[[], str | None], after_s: float, own: bool = True):
+        process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        processes.append(process)
+
+        def behave(connection: socket.socket, request: bytes) -> None:
+            if b"/metrics" in request:
+                text = metrics()
+                if text is not None:
+                    connection.sendall(answer(text.encode()))
+                return
+            began = time.monotonic()
+            while time.monotonic() - began < after_s:
+                # With its process the server's connections are gone.
+                if process.poll() is not None:
+                    connection.close()
+                    return
+                time.sleep(0.02)
+            connection.sendall(answer(COMPLETION))
+
+        engine, _ = ask(behave)
+        monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 60.0)
+        engine._process = process if own else None
+        return engine, process
+
+    yield build
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+STILL = 'process_cpu_seconds_total {now}\nvllm:generation_tokens_total{{engine="0"}} 7.0\n'
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_server_of_ours_whose_engine_makes_no_step_is_ended(waiting, silent: bool) -> None:
+    """Requests of thousands of tokens have hours, so a hung engine was noticed after days."""
+    engine, process = waiting(
+        lambda: None if silent else STILL.format(now=time.monotonic()), after_s=60.0
+    )
+    with pytest.raises(EngineError, match="hung, and was ended"):
+        engine.generate([[1, 2]] * 3, Sampling(max_new_tokens=2))
+    assert process.poll() == -signal.SIGKILL
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        lambda: f"vllm:generation_tokens_total {time.monotonic()}",
+        # Its tokens stand still while prompts are read or requests are preempted.
+        lambda: f"vllm:generation_tokens_total 7\nvllm:num_preemptions_total {time.monotonic()}",
+        lambda: "process_cpu_seconds_total 7",  # Statistics are off.
+    ],
+    ids=["writes", "preempts", "unknown"],
+)
+def test_a_slow_server_is_waited_for(waiting, metrics: Callable[[], str]) -> None:
+    engine, process = waiting(metrics, after_s=1.5)
+    rollouts = engine.generate([[1, 2]] * 3, Sampling(max_new_tokens=2))
+    assert len(rollouts.responses) == 3 and process.poll() is None
+    engine.close()
+
+
+def test_a_server_of_others_is_not_ended(waiting, caplog: pytest.LogCaptureFixture) -> None:
+    engine, process = waiting(lambda: STILL.format(now=0), after_s=1.5, own=False)
+    with caplog.at_level("WARNING"):
+        rollouts = engine.generate([[1, 2]] * 3, Sampling(max_new_tokens=2))
+    assert len(rollouts.responses) == 3 and process.poll() is None
+    assert caplog.text.count("has made no engine step") == 1
+    engine.close()
 
 
 def test_the_first_exception_of_a_log_is_shown_above_its_end() -> None:

@@ -411,6 +411,41 @@ def test_evaluations_change_no_bit_and_the_best_actor_is_kept(
         assert torch.equal(torch.cat([p.detach().flatten() for p in kept.parameters()]), after)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_same_actor_gets_the_same_evaluation_in_every_step_and_run(
+    tmp_path: Path, tiny_actor, sampling_engine, temperature: float
+):
+    """Whether or not the requests of rollouts have seeds; these stay as they are."""
+    found = []
+    for run, seeded in enumerate((False, False, True)):
+        config = settings(tmp_path / str(run), steps=2, eval_every=1, actor_learning_rate=1e-12)
+        sampling = {"seeded": seeded, "temperature": temperature}
+        config = config.model_copy(
+            update={"sampling": config.sampling.model_copy(update=sampling), "seed": 5}
+        )
+        scene = LoopScene(config, tiny_actor(), sampling_engine)
+        scene.parts.tokenizer = Saved()
+        prompts = [Prompt(str(i), (i,), {}) for i in range(5, 13)]
+        scene.parts.evaluation = PromptStream(prompts, seed=0)
+        # As in a run that began elsewhere.
+        scene.engine._own.manual_seed(run)
+        generate, asked = scene.engine.generate, []
+
+        def kept(prompts, sampling, generate=generate, asked=asked):
+            rollouts = generate(prompts, sampling)
+            asked.append((len(prompts), sampling.seed, [r.token_ids for r in rollouts.responses]))
+            return rollouts
+
+        scene.engine.generate = kept
+        scene.run()
+        evaluated = [answers for count, _, answers in asked if count == len(prompts)]
+        assert len(evaluated) == 2
+        seeds = [seed for count, seed, _ in asked if count != len(prompts)]
+        assert seeds == ([5 * 1_000_003, 5 * 1_000_003 + 1] if seeded else [None, None])
+        found += evaluated
+    assert all(answers == found[0] for answers in found)
+
+
 def test_the_last_checkpoints_are_kept(tmp_path: Path, tiny_actor, sampling_engine):
     config = settings(tmp_path, steps=4, checkpoint_every=1, keep_checkpoints=2)
     LoopScene(config, tiny_actor(), sampling_engine).run()

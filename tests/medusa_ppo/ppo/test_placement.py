@@ -178,6 +178,44 @@ def test_pieces_come_beside_an_engine_that_is_awake_and_change_no_bit(
     assert peak == pytest.approx(4 * actor, rel=0.02) and weights
 
 
+@pytest.mark.parametrize(("piece_prompts", "level"), [(None, 1), (None, 2), (1, 1)])
+def test_a_reward_model_judges_an_evaluation_while_the_engine_sleeps(
+    tmp_path: Path, tiny_actor, save_judge, piece_prompts: int | None, level: int
+):
+    """The engine was awake there, and nothing had looked whether both fit; with pieces they do, or
+    the run would not have begun.
+    """
+    save_judge(tmp_path / "judge", hidden=32)
+    config = placed(
+        tmp_path,
+        "shared",
+        eval_every=1,
+        piece_prompts=piece_prompts,
+        micro_batch_size=4,
+        steps=2,
+    )
+    engine = config.engine.model_copy(update={"sleep_level": level})
+    config = config.model_copy(update={"engine": engine})
+    engine_class = telling(SamplingEngine, in_any_order(0)) if piece_prompts else SamplingEngine
+    scene = scene_of(config, tiny_actor(), engine_class, tmp_path / "judge")
+    reward = scene.parts.reward
+    judge, asleep = reward.score, []
+
+    def score(texts: list[str], *more: object) -> torch.Tensor:
+        if len(texts) == len(scene.parts.evaluation.prompts):
+            asleep.append(scene.engine.asleep)
+            assert scene.learner.turns.ledger.now.get(ENGINE, 0) == (0 if asleep[-1] else weights)
+        return judge(texts, *more)
+
+    weights = sum(p.nbytes for p in scene.learner.actor.parameters())
+    reward.score = score
+    steps = scene.run()
+    assert [names.EVAL_REWARD in step for step in steps] == [True, True]
+    assert not scene.engine.asleep
+    assert scene.engine.slept == [level] * (2 if piece_prompts else 4)
+    assert set(asleep) == {0 if piece_prompts else level}
+
+
 class ReadsTables(NoPlugin):
     """Compares the actor's table with the engine's when rollouts are ready, as a companion reads
     it.

@@ -169,6 +169,50 @@ def test_an_engine_whose_driver_has_no_gpu_is_set_by_those_of_the_cluster(
 
 
 @pytest.mark.usefixtures("gpus_elsewhere")
+@pytest.mark.parametrize(
+    ("extra", "gpus"),
+    [
+        ({}, 0.9),
+        ({"tensor_parallel_size": 2}, 2),
+        ({"pipeline_parallel_size": 2}, 2),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 3}, 6),
+        ({"prefill_context_parallel_size": 2}, 2),
+        # These use the GPUs of the tensor-parallel ranks.
+        ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, 2),
+    ],
+)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_ray_keeps_a_gpu_for_each_rank_of_an_engine(
+    extra: dict[str, int], gpus: float, replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also for a single engine while it is started again; pipeline stages were not counted."""
+    reserved: list[Any] = []
+    placed: list[Any] = []
+
+    def reserve(bundles: list[dict[str, float]], what: str) -> str:
+        reserved.append(([bundle["GPU"] for bundle in bundles], what))
+        return "group"
+
+    def start(model: str, heads: None, config: EngineConfig, seed: int, where: Any) -> Any:
+        placed.append(where)
+        assert ray_engine.gpus_asked(config) == gpus
+        return SimpleNamespace(
+            max_drafts=0, num_drafts=0, note="", heads_version=0, policy_version=0, close=int
+        )
+
+    monkeypatch.setattr(ray_engine, "visible_gpus", tuple)
+    monkeypatch.setattr(ray_engine, "reserve", reserve)
+    monkeypatch.setattr(ray_engine, "release", reserved.append)
+    monkeypatch.setattr(ray_engine, "in_bundle", lambda group, index: (group, index))
+    monkeypatch.setattr(ray_engine, "RayEngine", start)
+    config = EngineConfig(extra=extra, replicas=replicas)
+    ray_engine.make_engine("actor", None, config, supervised=True).close()
+    what = "engine" if replicas == 1 else "engines"
+    assert reserved == [([gpus] * replicas, what), "group"]
+    assert sorted(placed) == [("group", index) for index in range(replicas)]
+
+
+@pytest.mark.usefixtures("gpus_elsewhere")
 def test_gpus_that_say_nothing_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def never(found: object, timeout: float) -> None:
         raise GetTimeoutError(f"{timeout:.0f} s")
