@@ -12,6 +12,7 @@ import typer
 
 from heads.errors import UsageError
 from medusa_ppo.cli.command_options import Overrides
+from medusa_ppo.cli.input_checks import check_run
 from medusa_ppo.runtime.console import FAILED, command, console, escape, offline_progress, say
 
 TOKENS = 20_000
@@ -77,6 +78,7 @@ def doctor(
         if heads:
             given.append(f"heads.path={heads}")
         settings = load_config(config, [*given, *(overrides or ())])
+        check_run(settings, data=config is not None)
         with offline_progress() as progress:
             _print_checks(
                 check_distribution(settings, tokens or TOKENS, progress, data=config is not None)

@@ -237,6 +237,8 @@ def test_eval_prints_its_figures_before_it_writes_them(
     monkeypatch.setattr(evaluate, "evaluate_heads", evaluate_heads)
     monkeypatch.setattr(evaluation, "lines", lambda result: ["2.34 tokens per engine step"])
     (tmp_path / "heads").mkdir()
+    sizes = {"medusa_ppo": {"heads": {"hidden_size": 8, "vocab_size": 9}}}
+    (tmp_path / "heads" / "config.json").write_text(json.dumps(sizes))
     words = ["eval", "--model", "m", "--heads", str(tmp_path / "heads"), "--data", "d"]
     assert "2.34 tokens per engine step" in run(*words, "--json", str(folder), code=1)
     measured.clear()
