@@ -58,8 +58,9 @@ DISK: dict[int | None, str] = {
 }
 """What to do about a path that can't be read or written."""
 
-console = Console()
-errors = Console(stderr=True)
+# By default rich replaces words between colons by pictures: `hydra:x:` in what a user gave.
+console = Console(emoji=False)
+errors = Console(stderr=True, emoji=False)
 
 
 class Debug:

@@ -53,3 +53,10 @@ def test_work_that_is_not_counted_has_no_part_in_the_pace(clock: Clock) -> None:
         advance(1, "round 1")
     first, second = [line for line in out.getvalue().splitlines() if "left" in line]
     assert first.endswith("warm-up, ? left") and second.endswith("round 1, 80 s left")
+
+
+def test_words_between_colons_stay_words(capsys: pytest.CaptureFixture[str]) -> None:
+    console.say("--kinds hydra:x: unknown")
+    console.errors.print("[red]Error:[/red] the reward module:x:function")
+    shown = capsys.readouterr()
+    assert "hydra:x: unknown" in shown.out and "module:x:function" in shown.err
