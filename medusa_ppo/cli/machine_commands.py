@@ -35,7 +35,8 @@ def doctor(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="With --distribution: YAML file of a run, for its engine, sampling and prompts."
+            help="With --distribution: YAML file of a run or name of a preset, for its engine,"
+            " sampling and prompts."
         ),
     ] = None,
     model: Annotated[
