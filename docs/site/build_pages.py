@@ -58,7 +58,12 @@ COMMANDS = "commands"
 CONFIGURATION = "configuration.md"
 API = "api.md"
 TREE = "where.md"
-MADE = (CONFIGURATION, API, TREE)
+MADE_FROM = {
+    "medusa_ppo/config": CONFIGURATION,
+    "medusa_ppo/cli": f"{COMMANDS}/index.md",
+    "docs/site/public_api.yaml": API,
+}
+"""What documents link to, as a checkout has no such pages -> the page that is made from it."""
 # The words of a link may go on in the next line, not in the next paragraph.
 LINK = re.compile(r"(?<!!)\[((?:[^\]\n]|\n(?!\n))+)\]\(([^)\s]+)\)")
 CODE = re.compile(r"(^```.*?^```|^    .*?$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
@@ -82,8 +87,6 @@ def linked(text: str, source: str) -> str:
         if "://" in target or target.startswith(("#", "mailto:")):
             return match.group(0)
         path, _, anchor = target.partition("#")
-        if path in MADE or path.startswith(f"{COMMANDS}/"):
-            return match.group(0)
         file = (ROOT / source).parent / path
         if not file.exists():
             raise UsageError(
@@ -93,8 +96,9 @@ def linked(text: str, source: str) -> str:
                 do="Correct it.",
             )
         name = file.resolve().relative_to(ROOT).as_posix()
-        if name in WRITTEN:
-            return f"[{words}]({WRITTEN[name]}{'#' + anchor if anchor else ''})"
+        page = (WRITTEN | MADE_FROM).get(name)
+        if page is not None:
+            return f"[{words}]({page}{'#' + anchor if anchor else ''})"
         return (
             f"{words} (`{name}`)" if name not in words else words if "`" in words else f"`{name}`"
         )
@@ -181,7 +185,7 @@ def build(out: Path) -> None:
     )
     pages[CONFIGURATION] = configuration_page()
     pages[API] = api_page()
-    pages[TREE] = linked(tree_page(), "docs/where.md")
+    pages[TREE] = linked(tree_page(), f"docs/{TREE}")
     for name, text in pages.items():
         file = out / "pages" / name
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -36,14 +36,11 @@ from medusa_ppo.actors.megatron_layout import (
     checkpoint_shapes,
     key_table,
 )
+from medusa_ppo.config.model_section import MEGATRON_FILES
 from medusa_ppo.runtime.files import write_atomic
 
-TRACKER, INDEX, CONFIG, SOURCE = (
-    "latest_checkpointed_iteration.txt",
-    ".metadata",
-    "config.json",
-    "megatron_source.txt",
-)
+TRACKER, INDEX = MEGATRON_FILES
+CONFIG, SOURCE = "config.json", "megatron_source.txt"
 # Unpickling takes several times the file's size in memory.
 MAX_INDEX_BYTES = 256 << 20
 OF_TRANSFORMERS = ("*.json", "*.txt", "*.model", "*.jinja")

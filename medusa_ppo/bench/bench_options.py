@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
+from pydantic import ValidationError
 from typer import Option
 
+from heads.errors import ConfigError
+from heads.heads_config import KINDS
+from medusa_ppo.config.companion_section import CompanionConfig
+from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.offline.options import Data, Model, NewTokens, Seed, Template
 
 Table = Sequence[Sequence[str]]
@@ -49,7 +54,11 @@ class RolloutBench:
     ] = -1
     fixed: Annotated[
         tuple[int, ...],
-        Option(min=0, help="Fixed numbers of drafts, each an arm; 0: our engine without drafts."),
+        Option(
+            min=0,
+            help="Fixed numbers of drafts, each an arm; 0: our engine without drafts; default: as"
+            " many as there are heads.",
+        ),
     ] = ()
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16"],
@@ -99,6 +108,38 @@ class HeadsBench:
     learning_rate: float = 2e-3
     batch_positions: int = 512
     seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown kind or loss, which would show only when its turn to train comes.
+
+        Raises:
+            ConfigError: there is no such kind or loss.
+        """
+        for kind in self.kinds:
+            self.section(kind)
+        known = get_args(CompanionConfig.model_fields["loss"].annotation)
+        for loss in self.losses:
+            if loss not in known:
+                raise ConfigError(
+                    "The loss is unknown.",
+                    given=f"--losses {','.join(self.losses)}: {loss}",
+                    expected=" | ".join(known),
+                    do="Correct --losses.",
+                )
+
+    def section(self, kind: str) -> HeadsSection:
+        """The settings of heads of kind `medusa`, `hydra`, or `hydra:N` (a context of N pairs)."""
+        name, _, pairs = kind.partition(":")
+        given = {"kind": name, "num_heads": self.num_heads} | ({"context": pairs} if pairs else {})
+        try:
+            return HeadsSection.model_validate(given)
+        except ValidationError as error:
+            raise ConfigError(
+                "The kind of heads is unknown.",
+                given=f"--kinds {','.join(self.kinds)}: {kind}",
+                expected=f"{', '.join(KINDS)}, or hydra:N with N pairs",
+                do="Correct --kinds.",
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -20,11 +20,9 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import ValidationError
 from transformers import PreTrainedModel
 
-from heads.errors import ConfigError
-from heads.heads_config import KINDS, HeadsConfig
+from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.bench.bench_options import HeadsBench, Table
@@ -32,7 +30,6 @@ from medusa_ppo.bench.pairs import run_rounds, table_of
 from medusa_ppo.companion.gate import replay
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config.companion_section import CompanionConfig
-from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.offline.collect import Sample, response_rounds, samples_of, split_samples
@@ -287,28 +284,13 @@ def run_heads(bench: HeadsBench, progress: OfflineProgress) -> dict[str, Any]:
     }
 
 
-def sizes_of(kind: str, num_heads: int, lm_head_VD: torch.Tensor) -> HeadsConfig:
-    """Sizes of heads of kind `medusa`, `hydra`, or `hydra:N` (with a context of N pairs)."""
-    name, _, pairs = kind.partition(":")
-    given = {"kind": name, "num_heads": num_heads} | ({"context": pairs} if pairs else {})
-    try:
-        section = HeadsSection.model_validate(given)
-    except ValidationError as error:
-        raise ConfigError(
-            "The kind of heads is unknown.",
-            given=kind,
-            expected=f"{', '.join(KINDS)}, or hydra:N with N pairs",
-            do="Correct --kinds.",
-        ) from error
-    return section.sizes(lm_head_VD.shape[1], lm_head_VD.shape[0])
-
-
 def _train_and_judge(bench: HeadsBench, kind: str, loss: str, found: Collected) -> dict[str, Any]:
     # Every combination begins with the same random numbers, whatever ran before it.
     torch.manual_seed(bench.seed)
     lm_head_VD = found.lm_head_VD
     embedding_VD = found.embedding_VD
-    heads = MedusaHeads(sizes_of(kind, bench.num_heads, lm_head_VD))
+    vocab_size, hidden_size = lm_head_VD.shape
+    heads = MedusaHeads(bench.section(kind).sizes(hidden_size, vocab_size))
     config = CompanionConfig(
         loss=loss,
         learning_rate=bench.learning_rate,

@@ -28,7 +28,8 @@ app = typer.Typer(
     name="medusa-ppo",
     help=(
         "Medusa draft heads for the actor of a PPO loop: trained while it runs, served by vLLM, "
-        "without changing what the policy learns."
+        "without changing what the policy learns. With --debug anywhere in its line, a command "
+        "shows the traceback of an error."
     ),
     add_completion=False,
     rich_markup_mode="rich",

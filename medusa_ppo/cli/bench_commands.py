@@ -12,6 +12,7 @@ from heads.errors import UsageError
 from medusa_ppo.bench.bench_options import CompanionBench, HeadsBench, RolloutBench, SwapBench
 from medusa_ppo.bench.bench_page import write_bench
 from medusa_ppo.cli.command_options import check_outputs, options_from
+from medusa_ppo.cli.input_checks import ModelFile, check_data, check_heads, check_model
 from medusa_ppo.runtime.console import OfflineProgress, command, console, offline_progress, say
 
 bench = typer.Typer(
@@ -42,6 +43,11 @@ def rollout(options: RolloutBench, out: Out = Path("bench/rollout.json")) -> Non
     Example:  [bold]medusa-ppo bench rollout --model models/actor --heads heads-gsm8k
     --data data/test.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
     """
+    model = _check(options, out)
+    check_heads(options.heads, model)
+    if options.stock_heads:
+        check_heads(options.stock_heads, model)
+    check_data(options.data)
     # Imported when the command runs: torch and vLLM take seconds to load, and --help must not.
     from medusa_ppo.bench import rollout_speed as part
 
@@ -58,6 +64,8 @@ def heads(options: HeadsBench, out: Out = Path("bench/heads.json")) -> None:
     Example:  [bold]medusa-ppo bench heads --model models/actor
     --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
     """
+    _check(options, out)
+    check_data(options.data)
     from medusa_ppo.bench import heads_table as part
 
     _measure(options, part.run_heads, part.table, part.verdict, out=out)
@@ -71,6 +79,7 @@ def swap(options: SwapBench, out: Out = Path("bench/swap.json")) -> None:
 
     Example:  [bold]medusa-ppo bench swap --model models/actor --heads heads-gsm8k[/bold]
     """
+    check_heads(options.heads, _check(options, out))
     from medusa_ppo.bench import plugin_costs as part
 
     _measure(options, part.run_swap, part.swap_table, part.swap_verdict, out=out)
@@ -86,9 +95,27 @@ def companion(options: CompanionBench, out: Out = Path("bench/companion.json")) 
     Example:  [bold]medusa-ppo bench companion --model models/actor
     --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]
     """
+    _check(options, out)
+    check_data(options.data)
     from medusa_ppo.bench import plugin_costs as part
 
     _measure(options, part.run_companion, part.companion_table, part.companion_verdict, out=out)
+
+
+def _check(options: Any, out: Path) -> ModelFile:
+    """What all benchmarks check first: where the figures go, and the model, whose config.json is
+    returned.
+    """
+    # These names are for the page and the picture, which would replace the figures.
+    if out.suffix in (".md", ".svg"):
+        raise UsageError(
+            "The figures can't have this name: a table (.md) and a plot (.svg) go next to them.",
+            given=f"--json {out}",
+            expected=f"{out.with_suffix('.json')}",
+            do="Correct --json.",
+        )
+    check_outputs(json=out)
+    return check_model("--model", options.model)
 
 
 def _measure(
@@ -103,15 +130,6 @@ def _measure(
     """Run a benchmark, print its table and write the files."""
     from rich.table import Table
 
-    # These names are for the page and the picture, which would replace the figures.
-    if out.suffix in (".md", ".svg"):
-        raise UsageError(
-            "The figures can't have this name: a table (.md) and a plot (.svg) go next to them.",
-            given=f"--json {out}",
-            expected=f"{out.with_suffix('.json')}",
-            do="Correct --json.",
-        )
-    check_outputs(json=out)
     with offline_progress() as progress:
         result = run(options, progress)
     header, *rows = table(result)

@@ -70,16 +70,7 @@ def check_outputs(**files: Path | None) -> None:
     for option, path in files.items():
         if path is None:
             continue
-        problem = ""
-        if path.is_dir():
-            problem = "This is a folder."
-        else:
-            # Missing folders are created in the last one that exists.
-            folder = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
-            if not folder.is_dir():
-                problem = f"{folder} is no folder."
-            elif not os.access(folder, os.W_OK | os.X_OK):
-                problem = f"{folder} can't be written to by this user."
+        problem = "This is a folder." if path.is_dir() else _why_not_written(path.absolute().parent)
         if problem:
             raise UsageError(
                 f"The file of --{option} can't be written. {problem}",
@@ -87,6 +78,35 @@ def check_outputs(**files: Path | None) -> None:
                 expected="a file, in a folder that can be written to",
                 do=f"Correct --{option}.",
             )
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Check that files can be written into this folder, which need not exist yet.
+
+    Args:
+        option: what named it, for the message.
+
+    Raises:
+        UsageError: they can't.
+    """
+    if problem := _why_not_written(folder.absolute()):
+        raise UsageError(
+            f"The folder can't be written to. {problem}",
+            given=f"{option} {folder}",
+            expected="a folder that can be written to, or one that can be created",
+            do=f"Correct {option}.",
+        )
+
+
+def _why_not_written(folder: Path) -> str:
+    """Why no file can be written into a folder; empty if it can."""
+    # Missing folders are created in the last one that exists.
+    last = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if not last.is_dir():
+        return f"{last} is no folder."
+    if not os.access(last, os.W_OK | os.X_OK):
+        return f"{last} can't be written to by this user."
+    return ""
 
 
 def _option_parameter(field: dataclasses.Field[Any], hint: Any) -> inspect.Parameter:

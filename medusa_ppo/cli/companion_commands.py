@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from medusa_ppo.cli.command_options import Overrides
+from medusa_ppo.cli.command_options import Overrides, check_folder
+from medusa_ppo.cli.input_checks import check_heads, check_model
 from medusa_ppo.runtime.console import command, say
 
 companion = typer.Typer(
@@ -48,9 +49,15 @@ def serve(
     heads.num_heads=3[/bold]
     """
     from medusa_ppo.config.run_config import load_config
-    from medusa_ppo.loops.served_companion import serve_companion
 
     given = [*(overrides or ()), *([f"companion.feed={feed}"] if feed else [])]
-    serve_companion(
-        load_config(config, given), model, heads, out=out, host=host, port=port, say=say
-    )
+    settings = load_config(config, given)
+    actor = check_model("--model", model)
+    check_heads(heads, actor, may_be_new=True)
+    if settings.heads.path:
+        check_heads(settings.heads.path, actor)
+    if out is not None:
+        check_folder("--out", out)
+    from medusa_ppo.loops.served_companion import serve_companion
+
+    serve_companion(settings, model, heads, out=out, host=host, port=port, say=say)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from heads.errors import ConfigError, FeedError
+from medusa_ppo.cli.command_options import check_folder
 from medusa_ppo.runtime.console import command, say
 
 feed = typer.Typer(
@@ -42,6 +43,9 @@ def serve(
 
     Example:  [bold]medusa-ppo feed serve feed/ --host 0.0.0.0[/bold]
     """
+    # One that is there may be readable only: somebody else writes to it.
+    if not folder.is_dir():
+        check_folder("FOLDER", folder)
     from medusa_ppo.feeds.feed_server import FeedServer
 
     server = FeedServer(folder, host, port)

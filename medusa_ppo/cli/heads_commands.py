@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from medusa_ppo.cli.command_options import check_outputs, options_from
+from medusa_ppo.cli.command_options import check_folder, check_outputs, options_from
+from medusa_ppo.cli.input_checks import check_data, check_heads, check_model
 from medusa_ppo.offline.options import EvalOptions, TrainOptions
 from medusa_ppo.runtime import wording as w
 from medusa_ppo.runtime.console import command, offline_progress, say
@@ -31,9 +32,17 @@ def train(
     Example:  [bold]medusa-ppo train --model models/actor --data data/train.jsonl
     --template 'Question: {question}\\nAnswer:' --out heads-gsm8k[/bold]
     """
+    check_model("--model", options.model)
+    # Without them the data are not all that is wrong, and their own check says both.
+    if options.template or options.column:
+        check_data(options.data)
+    check_folder("--out", options.out)
     if dry_run:
+        from medusa_ppo.offline.data_parallel import gpus_for_workers
         from medusa_ppo.offline.scene import plan_training
 
+        if options.workers > 1:
+            gpus_for_workers(options.workers)
         for name, value in plan_training(options):
             say(f"{name:<28}{value}")
         return
@@ -72,11 +81,17 @@ def evaluate(
     Example:  [bold]medusa-ppo eval --model models/actor --heads heads-gsm8k
     --data data/test.jsonl --template 'Question: {question}\\nAnswer:' --engine vllm[/bold]
     """
+    check_outputs(json=json_file, markdown=markdown, html=html)
+    model = check_model("--model", options.model)
+    check_heads(options.heads, model, hub=True)
+    if options.compare is not None:
+        check_heads(options.compare, model)
+    if options.template or options.column:
+        check_data(options.data)
     from medusa_ppo.offline.evaluate import evaluate_heads
     from medusa_ppo.offline.hub import local_heads
     from medusa_ppo.reports.evaluation import lines, markdown_report, render_eval_page
 
-    check_outputs(json=json_file, markdown=markdown, html=html)
     with offline_progress() as progress:
         # Pulled from the hub first, if need be: evaluation itself only reads folders.
         pulled = dataclasses.replace(options, heads=str(local_heads(options.heads)))
@@ -155,6 +170,7 @@ def push(
 
     Example:  [bold]medusa-ppo push heads-gsm8k me/gsm8k-4m-medusa --private --eval eval.json[/bold]
     """
+    check_heads(heads, {})
     from medusa_ppo.offline.hub import model_card, push_heads
 
     if dry_run:
@@ -184,6 +200,8 @@ def serve(
     Example:  [bold]medusa-ppo serve --model models/actor --heads my-heads/ --port 8000[/bold]
     """
     from medusa_ppo.config.run_config import load_config
+
+    check_heads(heads, check_model("--model", model), may_be_new=True)
     from medusa_ppo.loops.remote import serve as become_server
 
     # Options that typer does not know are vLLM's.

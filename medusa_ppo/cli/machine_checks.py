@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -40,10 +41,10 @@ MIN_MEMORY_GIB = 6.0
 MIN_SHM_GIB = 1.0
 MIN_DISK_GIB = 2.0
 PROBE_TIMEOUT_S = 300
-# Versions the package was tested with; pyproject.toml has the same for pip.
-RANGES = {
+# Versions the package takes; pyproject.toml has the same for pip.
+RANGES: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "torch": ((2, 11), (2, 14)),
-    "transformers": ((5, 16), (5, 20)),
+    "transformers": ((5, 5, 3), (5, 20)),
     "ray": ((2, 55), (3, 0)),
     "datasets": ((5, 0), (6, 0)),
 }
@@ -159,7 +160,7 @@ def _package(name: str) -> Check:
     return Check(
         name,
         # After "+" comes the build (+cu128, +cpu), not the release.
-        low <= tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < high,
+        low <= tuple(map(int, re.findall(r"\d+", version.split("+")[0])[:3])) < high,
         version,
         do,
     )

@@ -12,6 +12,7 @@ import typer
 
 from heads.errors import UsageError
 from medusa_ppo.cli.command_options import Overrides
+from medusa_ppo.cli.input_checks import check_run
 from medusa_ppo.runtime.console import FAILED, command, console, escape, offline_progress, say
 
 TOKENS = 20_000
@@ -34,7 +35,8 @@ def doctor(
     config: Annotated[
         Path | None,
         typer.Option(
-            help="With --distribution: YAML file of a run, for its engine, sampling and prompts."
+            help="With --distribution: YAML file of a run or name of a preset, for its engine,"
+            " sampling and prompts."
         ),
     ] = None,
     model: Annotated[
@@ -77,6 +79,7 @@ def doctor(
         if heads:
             given.append(f"heads.path={heads}")
         settings = load_config(config, [*given, *(overrides or ())])
+        check_run(settings, data=config is not None)
         with offline_progress() as progress:
             _print_checks(
                 check_distribution(settings, tokens or TOKENS, progress, data=config is not None)

@@ -11,6 +11,7 @@ import typer
 
 from heads.errors import UsageError
 from medusa_ppo.cli.command_options import check_outputs, options_from
+from medusa_ppo.cli.input_checks import check_data, check_heads
 from medusa_ppo.predict.predict_options import PredictOptions
 from medusa_ppo.runtime.console import command, offline_progress, say
 from medusa_ppo.runtime.files import write_atomic
@@ -68,7 +69,12 @@ def predict(
     options = dataclasses.replace(options, model=name)
     gpu = None if options.gpu == CPU else find_gpu(options.gpu)
     raw = model_config(name)
-    # The replay takes minutes, so an unknown GPU or model is refused before it.
+    # The replay takes minutes, so an unknown GPU or model is refused before it, and so are heads
+    # and data.
+    if options.heads:
+        check_heads(options.heads, raw, hub=True)
+    if options.data and options.template:
+        check_data(options.data)
     accepted, trained = _accepted(options, run)
     question = question_of(options, raw, accepted, run, trained)
     prediction = predict_on_gpu(question, gpu) if gpu else _on_this_cpu(question, options)

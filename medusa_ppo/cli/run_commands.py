@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from heads.errors import UsageError
-from medusa_ppo.cli.command_options import Config, Overrides
+from medusa_ppo.cli.command_options import Config, Overrides, check_folder
+from medusa_ppo.cli.input_checks import check_run
 from medusa_ppo.runtime.console import LINE_WIDTH, command, console, say
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def demo(
 
     Example:  [bold]medusa-ppo demo --steps 16[/bold]
     """
+    check_folder("--out", out)
     from medusa_ppo.config.config_file import preset
     from medusa_ppo.config.run_config import load_config
     from medusa_ppo.demo.dtype_choice import time_bfloat16
@@ -168,6 +170,8 @@ def _worth(config: RunConfig, gpu: str) -> str:
 
 def _run(config: RunConfig, resume: bool, allow: Sequence[str] = ()) -> None:
     """Run PPO with its progress on the terminal, then print what the heads were worth."""
+    check_folder("out/name", config.run_dir)
+    check_run(config)
     from medusa_ppo.ppo.loop import run_ppo
     from medusa_ppo.ppo.run_progress import make_progress
     from medusa_ppo.runtime.processes import quiet_libraries

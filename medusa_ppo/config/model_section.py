@@ -10,6 +10,8 @@ EMBEDDED_ACTORS = ("demo", "demo-grown", "demo-grown-10m")
 """Names of embedded actors, which are trained on first use."""
 VISION_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Vision-language models (`model_type` in config.json) that can be an actor and see images."""
+MEGATRON_FILES = ("latest_checkpointed_iteration.txt", ".metadata")
+"""The tracker and the index of a distributed checkpoint of Megatron; its folder has one of them."""
 
 
 class ModelConfig(Section):

@@ -21,7 +21,11 @@ from heads.errors import MedusaError
 from medusa_ppo.feeds.feed_manifest import MANIFEST, FeedVersion, Release
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.feeds.http_feed import FEED_TOKEN, RELEASE_HEADER, VERSIONS
-from medusa_ppo.runtime.guarded_server import GuardedServer, require_token_beyond_loopback
+from medusa_ppo.runtime.guarded_server import (
+    GuardedServer,
+    require_free_address,
+    require_token_beyond_loopback,
+)
 
 
 class FeedServer(GuardedServer):
@@ -34,7 +38,7 @@ class FeedServer(GuardedServer):
             port: 0: any free port.
 
         Raises:
-            ConfigError: `require_token_beyond_loopback`.
+            ConfigError: `require_token_beyond_loopback`, `require_free_address`.
         """
         require_token_beyond_loopback(
             host,
@@ -43,6 +47,7 @@ class FeedServer(GuardedServer):
             " engines draft with.",
             "the feed, the companion and the engines",
         )
+        require_free_address(host, port)
         self._feed = FolderFeed(folder)
         self._turn = threading.Lock()
         self._may_publish = bool(os.environ.get(FEED_TOKEN))

@@ -35,6 +35,7 @@ from medusa_ppo.feeds.http_feed import absolute, require_feed
 from medusa_ppo.loops.remote import read_tables
 from medusa_ppo.plugin.medusa_plugin import heads_for_table
 from medusa_ppo.runtime.files import OwnedFolder, only_one_in
+from medusa_ppo.runtime.guarded_server import require_free_address
 from medusa_ppo.runtime.hardware import companion_gpus, find_hardware
 from medusa_ppo.runtime.named_actors import NAMESPACE, join_ray
 
@@ -155,11 +156,12 @@ def serve_companion(
         started: called with the server before it answers.
 
     Raises:
-        ConfigError: no token, no feed, several workers.
+        ConfigError: no token, no feed, several workers, or an address that can't be listened at.
         FeedError, ModelError, CheckpointError: what can't be read.
         RunError: another companion keeps its state in `out`.
     """
     require_companion_token(host)
+    require_free_address(host, port)
     arguments, tables = _arguments(config, model, heads, out)
     holder = _Desk(arguments, tables)
     over = threading.Event()

@@ -75,6 +75,8 @@ def warm_up(config: RunConfig, parts: Parts, progress: ProgressSink, position: R
             folder=config.run_dir / FOLDER,
             advance=progress.phase_advanced,
         )
+    # The report of the run has warnings; a terminal shows both.
     if report.problem:
         logger.warning("%s", report)
-    progress.note(str(report))
+    else:
+        progress.note(str(report))

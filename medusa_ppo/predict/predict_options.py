@@ -25,7 +25,9 @@ class PredictOptions:
         str,
         Option(metavar=f"{'|'.join([*GPUS, CPU])}", help="GPU of the engines; cpu: this machine."),
     ] = "h100"
-    tp: Annotated[int, Option(min=0, help="GPUs per engine (tensor parallel).")] = 0
+    tp: Annotated[
+        int, Option(min=0, help="GPUs per engine (tensor parallel); 0: as --config says, else 1.")
+    ] = 0
     acceptance: Annotated[
         tuple[float, ...],
         Option(min=0, help="Acceptance at positions 1, 2, ..., e.g. 0.6,0.4,0.3,0.2."),
@@ -40,14 +42,30 @@ class PredictOptions:
     lengths: Annotated[
         Path | None, Option(help="File with one response length, in tokens, on each line.")
     ] = None
-    length_mean: Annotated[float, Option(min=0, help="Mean response length in tokens.")] = 0.0
+    length_mean: Annotated[
+        float,
+        Option(
+            min=0, help="Mean response length in tokens; 0: half of --config's longest, else 1,024."
+        ),
+    ] = 0.0
     length_spread: Annotated[
         float, Option(min=0, help="Standard deviation of the lengths' logarithm.")
     ] = LENGTH_SPREAD
-    longest: Annotated[int, Option(min=0, help="Longest response in tokens; 0: no limit.")] = 0
-    responses: Annotated[int, Option(min=0, help="Responses per engine in a rollout.")] = 0
-    sequences: Annotated[int, Option(min=0, help="Maximum sequences running at once.")] = 0
-    prompt: Annotated[int, Option(min=0, help="Prompt length in tokens.")] = 0
+    longest: Annotated[
+        int,
+        Option(
+            min=0, help="Longest response in tokens; 0: as --config says, else the model's room."
+        ),
+    ] = 0
+    responses: Annotated[
+        int, Option(min=0, help="Responses per engine in a rollout; 0: as --config says, else 256.")
+    ] = 0
+    sequences: Annotated[
+        int, Option(min=0, help="Maximum sequences running at once; 0: as --config says, else 256.")
+    ] = 0
+    prompt: Annotated[
+        int, Option(min=0, help="Prompt length in tokens; 0: --config's longest, else 512.")
+    ] = 0
     drafts: Annotated[
         int, Option(min=-1, help="Drafts in every step; -1: the number that pays best.")
     ] = -1
@@ -55,7 +73,8 @@ class PredictOptions:
         float, Option(min=-1, help="Seconds of a step outside its rollouts; -1: estimate them.")
     ] = -1.0
     config: Annotated[
-        Path | None, Option(help="YAML file of a run: its model, heads, engines and lengths.")
+        Path | None,
+        Option(help="YAML file of a run, or a preset: its model, heads, engines and lengths."),
     ] = None
     dtype: Annotated[
         Literal["bfloat16", "float32"], Option(help="With --gpu cpu: the engine's dtype.")

@@ -6,8 +6,10 @@ import errno
 import functools
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median
 from typing import Any, Protocol
 
 import typer
@@ -56,8 +58,9 @@ DISK: dict[int | None, str] = {
 }
 """What to do about a path that can't be read or written."""
 
-console = Console()
-errors = Console(stderr=True)
+# By default rich replaces words between colons by pictures: `hydra:x:` in what a user gave.
+console = Console(emoji=False)
+errors = Console(stderr=True, emoji=False)
 
 
 class Debug:
@@ -118,6 +121,8 @@ def _show(error: BaseException, text: str) -> None:
 
 LINE_EVERY_S = 15.0
 """Seconds between two lines of a phase if there is no terminal for a bar."""
+RECENT_CALLS = 64
+"""Reports of work by which the remaining time is estimated."""
 
 
 class Advance(Protocol):
@@ -162,20 +167,25 @@ class OfflineProgress:
         done = 0.0
         if not self._live:
             self.say(f"{name} ...")
-        began = said = time.monotonic()
+        worked = said = time.monotonic()
+        paces: deque[float] = deque(maxlen=RECENT_CALLS)
         last = ""
 
         def advance(amount: float = 1, note: str = "") -> None:
-            nonlocal done, last, said
+            nonlocal done, last, said, worked
             done += amount
             # Most calls have no news; the last figures stay visible until there are newer ones.
             last = note or last
             self._bars.update(task, completed=done, note=last)
             now = time.monotonic()
+            if amount > 0:
+                paces.append((now - worked) / amount)
+            worked = now
             if not self._live and now - said > LINE_EVERY_S:
                 said = now
-                # Before the first unit of work there is no speed to go by.
-                left = seconds((now - began) * max(0.0, total - done) / done) if done else "?"
+                # Before the first unit of work there is no speed to go by. The middle one, not the
+                # mean: while a process is stopped or the machine asleep, the clock goes on.
+                left = seconds(median(paces) * max(0.0, total - done)) if paces else "?"
                 share = f"{min(1.0, done / total):.0%}" if total else ""
                 self.say(f"{name}: {share}  {last}, {left} left" if total else f"{name}: {last}")
 

@@ -17,14 +17,7 @@ from typing import Any
 import datasets
 
 from heads.errors import DataError
-
-FILE_TYPES = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".parquet": "parquet",
-    ".csv": "csv",
-    ".txt": "text",
-}
+from medusa_ppo.runtime.data_files import FILE_TYPES, data_file
 
 Row = dict[str, Any]
 
@@ -187,57 +180,20 @@ def require_column(rows: Sequence[Row], column: str) -> None:
     raise DataError("The data has no such column.", given=column, expected=", ".join(names), do=do)
 
 
-def _is_file_like(name: str) -> bool:
-    """Whether this names a file: it exists, is written as a path, or ends like a file's name.
-    Anything else is a hub name: `name` or `owner/name`.
-    """
-    path = Path(name)
-    return (
-        path.exists()
-        or path.suffix in FILE_TYPES
-        or name.startswith((".", "~", os.sep))
-        or name.count("/") > 1
-        or not name.strip()
-    )
-
-
 def _load(name: str, split: str, streaming: bool = False) -> Any:
-    # Before the rules for names: a local folder `owner/name` wins over the hub's.
-    if Path(name).is_dir():
+    path = data_file(name)
+    if path is None and Path(name).is_dir():
         for file in sorted(
             path for path in Path(name).rglob("*.json*") if FILE_TYPES.get(path.suffix) == "json"
         ):
             # All JSON files below it, since `datasets` picks those of the split by its own rules.
             _refuse_null_lines(file)
         return _quietly(name, name, split=split, streaming=streaming)
-    if not _is_file_like(name):
+    if path is None:
         # Unlike a path, a hub name contains no colon.
         repository, _, configuration = name.partition(":")
         return _quietly(name, repository, configuration or None, split=split, streaming=streaming)
-    path = Path(name).expanduser()
-    if not path.is_file():
-        near = sorted(str(other) for other in path.parent.glob("*") if other.suffix in FILE_TYPES)
-        raise DataError(
-            "There is no such data file.",
-            given=path,
-            expected=", ".join(near[:8]) or "an existing file",
-            do="Correct the path: --data, or data.path of a run.",
-        )
-    kind = FILE_TYPES.get(path.suffix)
-    if kind is None:
-        raise DataError(
-            "The type of the data file is unknown.",
-            given=path,
-            expected=", ".join(FILE_TYPES),
-            do="Convert it, or correct its ending.",
-        )
-    if path.stat().st_size == 0:
-        raise DataError(
-            "The data file is empty.",
-            given=path,
-            expected="at least one row",
-            do="Write the rows first.",
-        )
+    kind = FILE_TYPES[path.suffix]
     if kind == "json":
         _refuse_null_lines(path)
     return _quietly(path, kind, data_files=str(path), split="train", streaming=streaming)

@@ -4,7 +4,9 @@ one.
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,6 +34,42 @@ def require_token_beyond_loopback(host: str, token_name: str, problem: str, whos
             given=f"--host {host}, no {token_name}",
             expected=f"{token_name}, the same for {whose}",
             do=f"export {token_name}=$(openssl rand -hex 32) for all of them, or leave --host out.",
+        )
+
+
+def require_free_address(host: str, port: int) -> None:
+    """Check an address before the work that the server is for: uvicorn binds it only at its start,
+    and then ends the process with a message of its own. Port 0 means any, and is free.
+
+    Raises:
+        ConfigError: another program listens there, or this machine has no such address.
+    """
+    bound, problem = False, "no such address"
+    try:
+        places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        places, problem = [], str(error.strerror or error)
+    for family, kind, protocol, _, address in places:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                # As the server itself: what is left of ended connections doesn't count.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+            bound = True
+        except OSError as error:
+            problem = str(error.strerror or error)
+            if error.errno == errno.EADDRINUSE:
+                bound = False
+                break
+            # `localhost` has an address of IPv6, which a container may lack.
+    if not bound:
+        raise ConfigError(
+            "The server can't listen at this address.",
+            given=f"--host {host} --port {port}: {problem}",
+            expected="an address of this machine, and a port that no other program uses",
+            do="Choose another --port, stop the other program, or correct --host.",
         )
 
 

@@ -147,6 +147,12 @@ def test_a_link_whose_words_go_on_in_the_next_line_follows(site: ModuleType) -> 
     assert site.linked(given, "docs/x.md") == found
 
 
+def test_a_link_to_what_a_page_is_made_from_leads_to_the_page(site: ModuleType) -> None:
+    for source, page in site.MADE_FROM.items():
+        assert (ROOT / source).exists()
+        assert site.linked(f"[all](../{source}).", "docs/x.md") == f"[all]({page})."
+
+
 def test_a_folder_of_somebody_else_is_left_alone(site: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "theirs.txt").write_text("kept")
     with pytest.raises(UsageError):

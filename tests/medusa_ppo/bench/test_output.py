@@ -199,13 +199,17 @@ def test_options_of_the_command_line_arrive_and_are_written(
         lambda bench, progress: {"rows": rows, "batches": [2], "arms": ["ours, K chosen"]},
     )
     file = tmp_path / "rollout.json"
+    heads = tmp_path / "heads"
+    heads.mkdir()
+    sizes = {"medusa_ppo": {"heads": {"hidden_size": 8, "vocab_size": 9}}}
+    (heads / "config.json").write_text(json.dumps(sizes))
     words = [
         "bench",
         "rollout",
         "--model",
         "m",
         "--heads",
-        "h",
+        str(heads),
         "--data",
         "d",
         "--template",
@@ -219,7 +223,7 @@ def test_options_of_the_command_line_arrive_and_are_written(
     assert done.exit_code == 0 and "x1.50 at 2 sequences" in done.output, done.output
     settings = json.loads(file.read_text())["settings"]
     assert (settings["heads"], settings["batches"], settings["seed"], settings["others"]) == (
-        "h",
+        str(heads),
         [2],
         7,
         ["none"],

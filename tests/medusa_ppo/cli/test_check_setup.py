@@ -122,3 +122,14 @@ def test_they_are_printed_whole_and_written_to_a_page(
     assert (parts_for(8), len(parts_for(1))) == (PARTS, len(PARTS) - 2)
     RESULTS.write_text("damaged")
     assert read_results() == {}
+
+
+def test_the_first_hour_says_how_long_the_tests_take() -> None:
+    page = (ROOT / "docs" / "first-hour.md").read_text(encoding="utf-8")
+    said = re.search(r"\((\d+) minutes for the first part, about (\d+) for all on one GPU\)", page)
+    assert said is not None
+    parts = parts_for(1)
+    assert [int(figure) for figure in said.groups()] == [
+        parts[0].minutes,
+        sum(part.minutes for part in parts),
+    ]

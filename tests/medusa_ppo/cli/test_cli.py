@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -237,6 +238,8 @@ def test_eval_prints_its_figures_before_it_writes_them(
     monkeypatch.setattr(evaluate, "evaluate_heads", evaluate_heads)
     monkeypatch.setattr(evaluation, "lines", lambda result: ["2.34 tokens per engine step"])
     (tmp_path / "heads").mkdir()
+    sizes = {"medusa_ppo": {"heads": {"hidden_size": 8, "vocab_size": 9}}}
+    (tmp_path / "heads" / "config.json").write_text(json.dumps(sizes))
     words = ["eval", "--model", "m", "--heads", str(tmp_path / "heads"), "--data", "d"]
     assert "2.34 tokens per engine step" in run(*words, "--json", str(folder), code=1)
     measured.clear()
@@ -253,3 +256,35 @@ def test_bench_keeps_its_figures_apart_from_their_page(name: str, tmp_path: Path
     said = run("bench", "swap", "--model", "m", "--heads", "h", "--json", name, code=2)
     assert "--json x.md" in said or "--json x.svg" in said
     assert "x.json" in said
+
+
+@pytest.mark.parametrize(
+    ("option", "first", "word"),
+    [("--kinds", "hydra", "medsa"), ("--kinds", "hydra", "hydra:x"), ("--losses", "ce", "kltv")],
+)
+def test_bench_heads_refuses_an_unknown_name_at_once(option: str, first: str, word: str) -> None:
+    """Its turn to train came after all responses had been written."""
+    source = ("--model", "m", "--data", "d", "--template", "{q}")
+    said = run("bench", "heads", *source, option, f"{first},{word}", code=2)
+    assert f"{option} {first},{word}: {word}" in said and f"Correct {option}" in said
+
+
+def test_the_demo_refuses_a_folder_that_can_t_be_one_before_it_measures_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dtype_choice, "time_bfloat16", lambda: pytest.fail("too late"))
+    (tmp_path / "file").touch()
+    for name in ("file", "file/below"):
+        said = run("demo", "--out", str(tmp_path / name), code=2)
+        assert "is no folder" in said and "Correct --out" in said
+
+
+def test_a_dry_run_knows_that_there_are_too_few_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    source = ("--model", "m", "--data", "d", "--template", "{q}", "--out", str(tmp_path / "o"))
+    said = run("train", *source, "--workers", "2", "--dry-run", code=2)
+    assert "too few GPUs" in said and "--workers 2" in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -11,13 +12,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from heads.errors import FeedError
+from heads.errors import ConfigError, FeedError
 from medusa_ppo.cli.app import app
 from medusa_ppo.engines.http_server import free_port
 from medusa_ppo.feeds.feed import Feed
 from medusa_ppo.feeds.feed_manifest import MANIFEST
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.feeds.http_feed import FEED_TOKEN, open_feed
+from medusa_ppo.runtime.guarded_server import require_free_address
 from tests.medusa_ppo.feeds.conftest import heads_file, release
 
 
@@ -65,6 +67,25 @@ def test_serve_refuses_other_machines_without_a_token(
     monkeypatch.delenv(FEED_TOKEN, raising=False)
     output = run("feed", "serve", str(tmp_path), "--host", "0.0.0.0", code=2)
     assert FEED_TOKEN in output and "Traceback" not in output
+
+
+def test_serve_refuses_a_port_that_is_taken_and_what_is_no_folder(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        said = run("feed", "serve", str(tmp_path), "--port", port, code=2)
+    assert f"--port {port}" in said and "do this" in said and "Feed " not in said
+    (tmp_path / "file").write_text("kept")
+    for name in ("file", "file/below"):
+        said = run("feed", "serve", str(tmp_path / name), code=2)
+        assert "file is no folder" in said.replace("\n", "") and "Correct FOLDER" in said
+
+
+def test_an_address_of_another_machine_is_refused_and_any_free_port_taken() -> None:
+    require_free_address("127.0.0.1", 0)
+    require_free_address("localhost", 0)
+    # An address that is kept for documents, so no machine has it.
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1"):
+        require_free_address("192.0.2.1", 0)
 
 
 def test_serve_answers_until_it_is_told_to_end(

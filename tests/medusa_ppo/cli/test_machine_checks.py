@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import tomllib
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
 from medusa_ppo.cli import machine_checks
@@ -15,6 +17,8 @@ from medusa_ppo.cli.app import app
 from medusa_ppo.engines.probe import tiny_model
 from medusa_ppo.runtime.hardware import GpuMemory
 from medusa_ppo.vllm_plugin.hook_table import HookCheck
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def test_the_quick_checks_pass_here_and_say_what_they_found() -> None:
@@ -62,6 +66,32 @@ def test_a_package_that_is_not_there_is_a_fault(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(importlib.metadata, "version", absent)
     faults = {check.name for check in machine_checks.run_checks(quick=True) if not check.ok}
     assert {"torch", "ray", "transformers", "datasets", "vLLM"} <= faults
+
+
+def test_packages_are_taken_as_pip_takes_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """verl's and OpenRLHF's transformers are older than ours, and no fault."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = {Requirement(text).name: Requirement(text) for text in project["dependencies"]}
+    for name in machine_checks.RANGES:
+        for version in (
+            "2.10.9",
+            "2.11.0+cpu",
+            "2.13.1",
+            "2.14.0",
+            "2.55.0",
+            "2.54.1",
+            "3.0.0",
+            "4.9.0",
+            "5.0.0",
+            "5.5.2",
+            "5.5.3",
+            "5.9.0",
+            "5.19.0",
+            "5.20.0",
+            "6.0.0",
+        ):
+            monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
+            assert machine_checks._package(name).ok == (version in wanted[name].specifier), version
 
 
 def test_gpus_that_the_cpu_build_leaves_idle_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ switched off it learns the same to the bit.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from heads.checkpoint import load_heads
 from heads.errors import ConfigError, RunError
 from heads.tensorfile import checksum, load_state
 from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.config import run_config
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
@@ -28,6 +30,7 @@ from medusa_ppo.runtime.files import only_one_in
 from medusa_ppo.runtime.processes import local_ray
 from tests.medusa_ppo.conftest import RecordingCompanion, eager_on_a_gpu
 
+ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [
     [5, 6, 7],
     [8, 9],
@@ -94,6 +97,51 @@ def loop(engine: Any, actor: Any, steps: int) -> list[dict[str, Any]]:
                 | (engine.metrics() if hasattr(engine, "metrics") else {})
             )
     return figures
+
+
+@eager_on_a_gpu
+@pytest.mark.slow
+@pytest.mark.engine
+def test_a_loop_that_was_changed_as_the_page_says_runs(
+    chain_actor: Path,
+    serving: str,
+    tmp_path: Path,
+    ray_session: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """docs/hooks.md's first change, with a reader's own names: the actor is read and synced."""
+    page = (ROOT / "docs" / "hooks.md").read_text(encoding="utf-8")
+    shown = re.search(r"\n## Any loop\n.*?```diff\n(.*?)```", page, re.DOTALL)
+    assert shown is not None
+    script = "\n".join(line[1:] for line in shown[1].splitlines() if not line.startswith("-"))
+    # An engine for these actors, and a companion that has trained on step 0 when step 1 begins.
+    here = {"engine": ENGINE, "companion": {"wait": True, "batch_positions": 256}}
+    monkeypatch.setattr(run_config, "build_config", lambda values: build_config(values | here))
+    actor = load_actor(chain_actor)
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-4)
+    trained_s: list[float] = []
+
+    def update(model: Any, rollouts: Rollouts) -> None:
+        trained_s.append(scope["engine"].metrics()[names.COMPANION_TRAIN_S])
+        logprobs_BT, mask_BT = scored(model, rollouts)
+        loss = -(logprobs_BT * mask_BT).sum() / mask_BT.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    scope: dict[str, Any] = {
+        "actor": actor,
+        "actor_path": str(chain_actor),
+        "prompts": PROMPTS,
+        "run_dir": tmp_path / "run",
+        "steps": 2,
+        "update": update,
+    }
+    exec(compile(script, "docs/hooks.md", "exec"), scope)
+
+    # The first call comes before a batch has been read.
+    assert len(trained_s) == 2 and trained_s[1] > 0 and scope["engine"].engine.policy_version == 2
+    assert load_heads(tmp_path / "run" / "heads-final")[0].config.num_heads == 4
 
 
 @eager_on_a_gpu

@@ -13,7 +13,7 @@ from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.plugin import MedusaPlugin, NoPlugin
 from medusa_ppo.plugin.medusa_plugin import initial_heads
-from medusa_ppo.plugin.warm_up import FOLDER
+from medusa_ppo.plugin.warm_up import FOLDER, WarmUpReport
 from medusa_ppo.ppo.generation import Prompt, PromptStream
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import FOLDER as CHECKPOINT
@@ -106,6 +106,21 @@ def test_the_first_step_tells_what_it_took(tmp_path: Path, tiny_actor, sampling_
     assert steps[0][names.WARM_UP_TOKENS] >= 200 and steps[0][names.WARM_UP_S] > 0
     assert steps[0][names.WALL_S] >= steps[0][names.WARM_UP_S]
     assert not any(names.WARM_UP_S in step for step in steps[1:])
+
+
+def test_what_came_of_it_is_said_once(
+    tmp_path: Path, tiny_actor, sampling_engine, caplog: pytest.LogCaptureFixture
+):
+    """As a warning, which a terminal shows as well, or as a note."""
+    scene = WarmScene(config_of(tmp_path), tiny_actor(), sampling_engine)
+    for problem in ("", "the time was up"):
+        notes = Notes()
+        report = WarmUpReport(problem=problem)
+        scene.parts.plugin.warm_up = lambda *_, report=report, **__: report
+        caplog.clear()
+        warm_up(scene.config, scene.parts, notes, RunPosition())
+        assert [*notes.notes, *caplog.messages] == [str(report)]
+        assert bool(caplog.messages) == bool(problem)
 
 
 class StopsWarmUp(ProgressSink):

@@ -129,7 +129,10 @@ def test_the_acceptance_is_measured_as_the_run_drafts_and_samples(
         "engine: {draft_vocab: 4096, draft_temperature: 0.5}\n"
         "data: {path: demo}\n"
     )
-    words = "--heads", "HEADS", "--data", "rows.jsonl"
+    (tmp_path / "heads").mkdir()
+    sizes = {"medusa_ppo": {"heads": HeadsConfig(2048, 128256, 2).to_dict()}}
+    (tmp_path / "heads" / "config.json").write_text(json.dumps(sizes))
+    words = "--heads", str(tmp_path / "heads"), "--data", "rows.jsonl"
     code, said = run("--config", str(file), *words)
     assert code == 0, said
     code, said = run("--model", str(model), *words)
@@ -153,7 +156,7 @@ def test_the_acceptance_is_measured_as_the_run_drafts_and_samples(
             ("--acceptance", "0.5", "--longest", "9000", "--length-spread", "1.5"),
             "longer than the model can hold",
         ),
-        (("--acceptance", "0.5", "--heads", "/no/heads"), "not a folder of native heads"),
+        (("--acceptance", "0.5", "--heads", "/no/heads"), "no heads directory"),
     ],
 )
 def test_bad_input_is_refused_in_words(model: Path, words: tuple[str, ...], said: str) -> None:

@@ -1,0 +1,68 @@
+"""Which file a name of data means: told from the name and the file's ending and size, without
+`datasets`, which takes seconds to load.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from heads.errors import DataError
+
+FILE_TYPES = {
+    ".jsonl": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+    ".csv": "csv",
+    ".txt": "text",
+}
+"""Ending -> its reader in `datasets`."""
+
+
+def data_file(name: str) -> Path | None:
+    """The file that holds the data; None for a folder, and for a name that the hub may have.
+
+    Raises:
+        DataError: no such file, unknown file type, or an empty file.
+    """
+    # Before the rules for names: a local folder `owner/name` wins over the hub's.
+    if Path(name).is_dir() or not _is_file_like(name):
+        return None
+    path = Path(name).expanduser()
+    if not path.is_file():
+        near = sorted(str(other) for other in path.parent.glob("*") if other.suffix in FILE_TYPES)
+        raise DataError(
+            "There is no such data file.",
+            given=path,
+            expected=", ".join(near[:8]) or "an existing file",
+            do="Correct the path: --data, or data.path of a run.",
+        )
+    if path.suffix not in FILE_TYPES:
+        raise DataError(
+            "The type of the data file is unknown.",
+            given=path,
+            expected=", ".join(FILE_TYPES),
+            do="Convert it, or correct its ending.",
+        )
+    if path.stat().st_size == 0:
+        raise DataError(
+            "The data file is empty.",
+            given=path,
+            expected="at least one row",
+            do="Write the rows first.",
+        )
+    return path
+
+
+def _is_file_like(name: str) -> bool:
+    """Whether this names a file: it exists, is written as a path, or ends like a file's name.
+    Anything else is a hub name: `name` or `owner/name`.
+    """
+    path = Path(name)
+    return (
+        path.exists()
+        or path.suffix in FILE_TYPES
+        or name.startswith((".", "~", os.sep))
+        or name.count("/") > 1
+        or not name.strip()
+    )
