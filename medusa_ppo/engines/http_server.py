@@ -540,7 +540,7 @@ class ServerEngine(base.WorkerEngine):
         """
         try:
             answer = self._fetch("GET", "/metrics", WATCH_WITHIN_S)
-        except httpx.HTTPError:
+        except (httpx.HTTPError, RuntimeError):  # The latter: another thread has closed the client.
             return seen
         return "\n".join(line for line in answer.text.splitlines() if line.startswith(OF_ENGINE))
 
