@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -56,6 +57,13 @@ RAISED = re.compile(r"\b\w*(Error|Exception|Interrupt)(: |$)")
 CALL_TIMEOUT_S = 600.0
 TOKEN_S = 1.0
 """An engine that takes longer than this per token of a sequence counts as hanging."""
+STILL_S = 1800.0
+"""An engine that makes no step for this long, while requests wait for it, hangs. On a CPU a step
+with thousands of tokens of prompts takes minutes; all else that is slow makes steps.
+"""
+LOOK_EVERY_S, LOOK_WITHIN_S = 30.0, 10.0
+OF_ENGINE = "vllm:"
+"""Metrics that change with an engine's steps alone begin so."""
 LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """A new connection for each request: on a kept one, an answer sent twice would be taken for the
 next request's.
@@ -151,9 +159,12 @@ class ServerEngine(base.WorkerEngine):
             return response
 
         def answer() -> list[Response]:
-            with ThreadPoolExecutor(
-                min(count, self._workers), thread_name_prefix="medusa-ppo-http"
-            ) as pool:
+            with (
+                self._watched(),
+                ThreadPoolExecutor(
+                    min(count, self._workers), thread_name_prefix="medusa-ppo-http"
+                ) as pool,
+            ):
                 return list(pool.map(complete, range(count)))
 
         return self._answered(prompts, sampling, answer)
@@ -422,6 +433,69 @@ class ServerEngine(base.WorkerEngine):
         engine.backend.
         """
         return self._client.base_url.copy_with(userinfo=b"")
+
+    # ---- is it still at work?
+
+    @contextlib.contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Context around requests: if the engine makes no more steps, a server that was started
+        here is ended, so that they fail now and not after the hours that slow ones may take. Of
+        another server, which may be in others' use, a warning says so.
+        """
+        over, hung = threading.Event(), threading.Event()
+
+        def watch() -> None:
+            seen: str | None = None
+            since = time.monotonic()
+            while not over.wait(LOOK_EVERY_S):
+                now = self._signs_of_life(seen)
+                if now != seen or now == "":
+                    seen = now
+                    since = time.monotonic()
+                elif time.monotonic() - since > STILL_S:
+                    hung.set()
+                    self._end_hung()
+                    return
+
+        watcher = threading.Thread(target=watch, name="medusa-ppo-watch", daemon=True)
+        watcher.start()
+        try:
+            yield
+        except EngineError as error:
+            if not hung.is_set() or self._process is None:
+                raise
+            raise EngineError(
+                "The vLLM server hung, and was ended.",
+                given=f"no engine step in {STILL_S:.0f} s while requests waited, {self._address}",
+                expected="steps, or an answer",
+                do=f"Its log ends:\n{self._tail()}",
+            ) from error
+        finally:
+            over.set()
+            watcher.join()
+
+    def _signs_of_life(self, seen: str | None) -> str | None:
+        """The engine's metrics, which each step changes; empty: the server has none. What was
+        `seen` last if it does not answer.
+        """
+        try:
+            answer = self._fetch("GET", "/metrics", LOOK_WITHIN_S)
+        except (httpx.HTTPError, RuntimeError):  # The latter: another thread has closed the client.
+            return seen
+        return "\n".join(line for line in answer.text.splitlines() if line.startswith(OF_ENGINE))
+
+    def _end_hung(self) -> None:
+        process = self._process
+        if process is None:
+            logger.warning(
+                "The vLLM server at %s has made no engine step for %.0f s while requests wait for"
+                " it. If it hangs, start it again.",
+                self._address,
+                STILL_S,
+            )
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
     # ---- HTTP
 

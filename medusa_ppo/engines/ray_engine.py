@@ -291,9 +291,8 @@ class RayEngine(base.RolloutEngine):
 
     def _parts(self, prompts: base.Prompts, sampling: Sampling) -> Iterator[Ended | Rollouts]:
         """One call, whose parts arrive through Ray's object store as the engine produces them."""
-        longest_s = http_server.patience_s(
-            len(prompts) * sampling.responses_per_prompt, sampling, self._slots
-        )
+        # Between two parts: some response runs all the time, whatever else waits for a slot.
+        longest_s = http_server.patience_s(1, sampling, self._slots)
         with self._errors("generating"):
             stream = (
                 self._running("generating")

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
@@ -272,6 +273,87 @@ def test_a_port_that_was_taken_meanwhile_is_replaced_once(
             assert "Address already in use" in str(caught.value)
             assert [int(line) for line in ports.read_text().split()] == numbers
     assert not list(tmp_path.glob("medusa-ppo-server-*")), "their logs are gone"
+
+
+@pytest.fixture
+def waiting(ask, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[Any, Any]]]:
+    """waiting(metrics, after_s) -> an engine whose server answers prompts after so long, and
+    `/metrics` with what `metrics` returns; and the process that stands for the server's own.
+    """
+    monkeypatch.setattr(http_server, "STILL_S", 0.5)
+    monkeypatch.setattr(http_server, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(http_server, "LOOK_WITHIN_S", 0.2)
+    processes = list[subprocess.Popen[bytes]]()
+
+    def build(metrics: Callable[[], str | None], after_s: float, own: bool = True):
+        process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+        processes.append(process)
+
+        def behave(connection: socket.socket, request: bytes) -> None:
+            if b"/metrics" in request:
+                text = metrics()
+                if text is not None:
+                    connection.sendall(answer(text.encode()))
+                return
+            began = time.monotonic()
+            while time.monotonic() - began < after_s:
+                # With its process the server's connections are gone.
+                if process.poll() is not None:
+                    connection.close()
+                    return
+                time.sleep(0.02)
+            connection.sendall(answer(COMPLETION))
+
+        engine, _ = ask(behave)
+        monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 60.0)
+        engine._process = process if own else None
+        return engine, process
+
+    yield build
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+STILL = 'process_cpu_seconds_total {now}\nvllm:generation_tokens_total{{engine="0"}} 7.0\n'
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_server_of_ours_whose_engine_makes_no_step_is_ended(waiting, silent: bool) -> None:
+    """Requests of thousands of tokens have hours, so a hung engine was noticed after days."""
+    engine, process = waiting(
+        lambda: None if silent else STILL.format(now=time.monotonic()), after_s=60.0
+    )
+    with pytest.raises(EngineError, match="hung, and was ended"):
+        engine.generate([[1, 2]] * 3, Sampling(max_new_tokens=2))
+    assert process.poll() == -signal.SIGKILL
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        lambda: f"vllm:generation_tokens_total {time.monotonic()}",
+        # Its tokens stand still while prompts are read or requests are preempted.
+        lambda: f"vllm:generation_tokens_total 7\nvllm:num_preemptions_total {time.monotonic()}",
+        lambda: "process_cpu_seconds_total 7",  # Statistics are off.
+    ],
+    ids=["writes", "preempts", "unknown"],
+)
+def test_a_slow_server_is_waited_for(waiting, metrics: Callable[[], str]) -> None:
+    engine, process = waiting(metrics, after_s=1.5)
+    rollouts = engine.generate([[1, 2]] * 3, Sampling(max_new_tokens=2))
+    assert len(rollouts.responses) == 3 and process.poll() is None
+    engine.close()
+
+
+def test_a_server_of_others_is_not_ended(waiting, caplog: pytest.LogCaptureFixture) -> None:
+    engine, process = waiting(lambda: STILL.format(now=0), after_s=1.5, own=False)
+    with caplog.at_level("WARNING"):
+        rollouts = engine.generate([[1, 2]] * 3, Sampling(max_new_tokens=2))
+    assert len(rollouts.responses) == 3 and process.poll() is None
+    assert caplog.text.count("has made no engine step") == 1
+    engine.close()
 
 
 def test_the_first_exception_of_a_log_is_shown_above_its_end() -> None:
