@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 import httpx
 import torch
@@ -82,6 +82,7 @@ class Client(httpx.Client):
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
+        self._settings = settings
         self._sockets: set[socket.socket] = set()
         self._ends = False
 
@@ -108,6 +109,10 @@ class Client(httpx.Client):
         """End all requests that are under way; their threads get httpx's error."""
         for connected in tuple(self._sockets):
             _shut_down(connected)
+
+    def again(self) -> Self:
+        """One like it, which is not closed."""
+        return type(self)(**self._settings)
 
     def close(self) -> None:
         self._ends = True
@@ -247,9 +252,20 @@ class ServerEngine(base.WorkerEngine):
             receipt = super().sync_actor(file, version, checked)
         finally:
             # Resumed even after an error, because a paused server answers no requests.
-            self._post("/resume")
+            if not self._client.is_closed:
+                self._post("/resume")
+            else:
+                self._resume_after_close()
         self._actor_sum = receipt.checksum
         return receipt
+
+    def _resume_after_close(self) -> None:
+        """A sync that was broken off: others may use the server."""
+        with self._client.again() as client:
+            try:
+                client.post("/resume")
+            except httpx.HTTPError as error:
+                logger.warning("%s may still be paused: %r", self._address, error)
 
     def target_changed(self, version: int) -> None:
         super().target_changed(version)

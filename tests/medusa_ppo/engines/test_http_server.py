@@ -612,8 +612,9 @@ class Writing:
     def __call__(self, connection: socket.socket, request: bytes) -> None:
         self.asked.release()
         connection.settimeout(20.0)
-        if not connection.recv(1):
-            self.gone.release()
+        while connection.recv(1 << 16):  # The request's body may come by itself.
+            pass
+        self.gone.release()
 
     def until(self, counted: threading.Semaphore, count: int) -> None:
         assert all(counted.acquire(timeout=60) for _ in range(count))
@@ -634,6 +635,31 @@ def test_a_closed_engine_ends_its_requests(ask, monkeypatch: pytest.MonkeyPatch)
             call.result(60)
     with pytest.raises(EngineError, match="the engine is closed"):
         engine.plugin_report()
+
+
+def test_a_server_does_not_stay_paused_when_a_sync_is_broken_off(
+    ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may use it."""
+    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 600.0)
+    writing = Writing()
+
+    def syncs(connection: socket.socket, request: bytes) -> None:
+        if request.startswith(b"POST /collective_rpc"):
+            writing(connection, request)
+        else:
+            connection.sendall(answer({}))
+
+    engine, server = ask(syncs)
+    save_state(tmp_path / "actor", {"x": torch.ones(3)})
+    with ThreadPoolExecutor(1) as threads:
+        call = threads.submit(engine.sync_actor, tmp_path / "actor", 1)
+        writing.until(writing.asked, 1)
+        engine.close()
+        with pytest.raises(EngineError):
+            call.result(60)
+    asked = [request.split(b" ")[1].partition(b"?")[0] for request in server.requests]
+    assert asked == [b"/pause", b"/collective_rpc", b"/resume"]
 
 
 def test_an_interrupt_ends_the_requests_of_an_engine_without_a_pool(
