@@ -35,6 +35,7 @@ from medusa_ppo.vllm_plugin.vllm_versions import (
 
 if TYPE_CHECKING:
     from medusa_ppo.config.run_config import RunConfig
+    from medusa_ppo.contract.rollouts import Sampling
     from medusa_ppo.runtime.console import OfflineProgress
 
 MIN_MEMORY_GIB = 6.0
@@ -272,6 +273,13 @@ def _engine() -> Iterator[Check]:
     )
 
 
+def prompts_for(tokens: int, sampling: Sampling) -> int:
+    """How many prompts are enough for so many tokens in one call of an engine: it answers all that
+    it is given, and others would only make the test longer.
+    """
+    return max(1, -(-tokens // (sampling.responses_per_prompt * sampling.max_new_tokens)))
+
+
 def check_distribution(
     config: RunConfig, tokens: int, progress: OfflineProgress, *, data: bool
 ) -> Iterator[Check]:
@@ -315,6 +323,7 @@ def check_distribution(
                 0, probe.PROMPTS
             )
         ]
+    prompts = prompts[: prompts_for(tokens, sampling)]
     engine_config = settled(config).engine
     # These prompts are short, and the model's maximum length may be too.
     if not data and config.engine.max_model_len is None:

@@ -187,7 +187,8 @@ class OfflineProgress:
                 # mean: while a process is stopped or the machine asleep, the clock goes on.
                 left = seconds(median(paces) * max(0.0, total - done)) if paces else "?"
                 share = f"{min(1.0, done / total):.0%}" if total else ""
-                self.say(f"{name}: {share}  {last}, {left} left" if total else f"{name}: {last}")
+                news = [part for part in (last, f"{left} left" if total else "") if part]
+                self.say("  ".join([f"{name}: {share}".rstrip(), ", ".join(news)]).rstrip())
 
         # No `finally`: a phase that breaks off must not end as a full bar.
         yield advance

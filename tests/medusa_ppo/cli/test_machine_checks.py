@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from medusa_ppo.cli import machine_checks
 from medusa_ppo.cli.app import app
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.probe import tiny_model
 from medusa_ppo.runtime.hardware import GpuMemory
 from medusa_ppo.vllm_plugin.hook_table import HookCheck
@@ -92,6 +93,15 @@ def test_packages_are_taken_as_pip_takes_them(monkeypatch: pytest.MonkeyPatch) -
         ):
             monkeypatch.setattr(importlib.metadata, "version", lambda _, version=version: version)
             assert machine_checks._package(name).ok == (version in wanted[name].specifier), version
+
+
+def test_a_shorter_test_of_the_distribution_is_shorter() -> None:
+    """4,000 tokens of 64 prompts with 4 responses of 96 were 22,000."""
+    sampling = Sampling(max_new_tokens=96, responses_per_prompt=4)
+    for tokens in (1000, 4000, 20_000):
+        written = machine_checks.prompts_for(tokens, sampling) * 4 * 96
+        assert tokens <= written < tokens + 4 * 96
+    assert machine_checks.prompts_for(1000, Sampling(max_new_tokens=4096)) == 1
 
 
 def test_gpus_that_the_cpu_build_leaves_idle_are_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:

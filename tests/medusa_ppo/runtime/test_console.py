@@ -55,6 +55,14 @@ def test_work_that_is_not_counted_has_no_part_in_the_pace(clock: Clock) -> None:
     assert first.endswith("warm-up, ? left") and second.endswith("round 1, 80 s left")
 
 
+def test_a_line_without_news_has_no_gap(clock: Clock) -> None:
+    out = io.StringIO()
+    with OfflineProgress(Console(file=out, width=200)).phase("Tokens", 4) as advance:
+        clock.pass_s(20)
+        advance(1)
+    assert "Tokens: 25%  60 s left" in out.getvalue().splitlines()
+
+
 def test_words_between_colons_stay_words(capsys: pytest.CaptureFixture[str]) -> None:
     console.say("--kinds hydra:x: unknown")
     console.errors.print("[red]Error:[/red] the reward module:x:function")
