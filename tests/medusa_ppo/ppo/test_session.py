@@ -10,6 +10,7 @@ import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -33,6 +34,7 @@ from medusa_ppo.ppo import session
 from medusa_ppo.ppo.loop import run_ppo
 from medusa_ppo.ppo.run_progress import LineProgress, ProgressSink
 from medusa_ppo.ppo.run_state import saved_memory
+from medusa_ppo.reports import store
 from medusa_ppo.reports import trackers as make
 from medusa_ppo.reports.store import read_run
 
@@ -205,6 +207,22 @@ def test_failed_runs_close_everything_and_keep_what_was_finished(
     assert run.status == "failed" and len(run.steps) == 1
     summary = json.loads((config.run_dir / "summary.json").read_text())
     assert "gone" in summary["extras"]["error"] and (config.run_dir / "report.html").is_file()
+
+
+def test_a_report_that_fails_does_not_bury_the_runs_own_error(
+    tmp_path: Path,
+    actor_folder: Path,
+    scene: SessionScene,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    def write_files(run: Any) -> Any:
+        raise OverflowError("int too large to convert to float")
+
+    monkeypatch.setattr(store, "write_files", write_files)
+    with pytest.raises(EngineError, match="gone"):
+        run_ppo(settings(tmp_path, actor_folder), StopAt(0, EngineError("The engine is gone.")))
+    assert "int too large" in caplog.text and scene.events[-1] == "ray down"
 
 
 def test_a_stopped_run_goes_on_where_it_was(
