@@ -421,7 +421,7 @@ def make_engine(
         places: other processes' places, one for each engine to share (backend `colocated`); none:
             Ray finds places for them.
     """
-    config = settled_engine(config, run_hardware() if config.backend == COLOCATED else None)
+    config = settled_engine(config, run_hardware if config.backend == COLOCATED else None)
     # Decided before any of them starts, so that the first does not take another's place.
     servers = gpu_places(config, visible_gpus()).servers
 
