@@ -43,7 +43,7 @@ from medusa_ppo.config.model_section import VISION_FAMILIES
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 """A folder with a tokenizer has at least one of these."""
 
 

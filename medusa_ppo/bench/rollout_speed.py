@@ -31,8 +31,8 @@ from medusa_ppo.offline.collect import take_prompts
 from medusa_ppo.offline.draft_tokens import until_chosen
 from medusa_ppo.offline.scene import read_scene
 from medusa_ppo.runtime.console import OfflineProgress
-from medusa_ppo.runtime.hardware import OWN_MEMORY, find_hardware, settled_engine
-from medusa_ppo.runtime.processes import local_ray
+from medusa_ppo.runtime.hardware import OWN_MEMORY, settled_engine
+from medusa_ppo.runtime.processes import local_ray, run_hardware
 
 NONE, STOCK, FIXED, CHOSEN = "none", "stock medusa", "ours, K = {}", "ours, K chosen"
 OTHERS: dict[str, dict[str, Any]] = {
@@ -248,8 +248,6 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
         draft_temperature=bench.draft_temperature,
         draft_vocab=None if bench.draft_vocab < 0 else bench.draft_vocab,
         memory_bytes=bench.memory_bytes or None,
-        # Only one engine computes at a time, but all of them keep their memory.
-        memory_fraction=OWN_MEMORY / engines if find_hardware().gpus else None,
     )
     ours = plan_launch(bench.model, bench.heads, config, bench.seed)
     _check_heads(bench, ours.max_drafts)
@@ -259,6 +257,11 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
         tempfile.TemporaryDirectory(prefix="medusa-ppo-bench-") as scratch,
         local_ray(cpus=bench.threads),
     ):
+        hardware = run_hardware()
+        if hardware.gpus:
+            # Only one engine computes at a time, but all of them keep their memory.
+            config = config.model_copy(update={"memory_fraction": OWN_MEMORY / engines})
+        config = settled_engine(config, hardware)
         with (
             running_arms(
                 bench.model,
@@ -285,7 +288,7 @@ def run_rollout(bench: RolloutBench, progress: OfflineProgress) -> dict[str, Any
         "rows": rows,
         "batches": list(bench.batches),
         "arms": [arm.name for arm in arms],
-        "dtype": settled_engine(config).dtype,
+        "dtype": config.dtype,
     }
 
 

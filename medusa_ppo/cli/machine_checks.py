@@ -301,6 +301,7 @@ def check_distribution(
     from medusa_ppo.plugin.medusa_plugin import initial_heads
     from medusa_ppo.ppo.generation import PromptStream
     from medusa_ppo.runtime.hardware import settled
+    from medusa_ppo.runtime.processes import local_ray, run_hardware
 
     path = config.model.path
     asked = config.sampling
@@ -324,13 +325,13 @@ def check_distribution(
             )
         ]
     prompts = prompts[: prompts_for(tokens, sampling)]
-    engine_config = settled(config).engine
-    # These prompts are short, and the model's maximum length may be too.
-    if not data and config.engine.max_model_len is None:
-        engine_config = engine_config.model_copy(
-            update={"max_model_len": max(map(len, prompts)) + asked.max_new_tokens}
-        )
-    with tempfile.TemporaryDirectory(prefix="medusa-ppo-doctor-") as folder:
+    with tempfile.TemporaryDirectory(prefix="medusa-ppo-doctor-") as folder, local_ray():
+        engine_config = settled(config, run_hardware).engine
+        # These prompts are short, and the model's maximum length may be too.
+        if not data and config.engine.max_model_len is None:
+            engine_config = engine_config.model_copy(
+                update={"max_model_len": max(map(len, prompts)) + asked.max_new_tokens}
+            )
         heads = initial_heads(config, model)
         # Untrained heads are zero and draft what lm_head predicts. Hardly any draft would be
         # accepted, so little would be tested.

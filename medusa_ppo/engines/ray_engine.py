@@ -493,7 +493,7 @@ def make_engine(
         step: the step that a resumed loop goes on with; its engines draw other random numbers than
             those that began with step 0.
     """
-    config = settled_engine(config, run_hardware() if config.backend == COLOCATED else None)
+    config = settled_engine(config, run_hardware if config.backend == COLOCATED else None)
     # Decided before any of them starts, so that the first does not take another's place.
     servers = gpu_places(config, visible_gpus()).servers
     closing = threading.Event()

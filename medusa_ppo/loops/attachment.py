@@ -445,16 +445,17 @@ class Attachment:
         # writer.
         if self._tap is None and self._writer is None:
             return
-        # If there is another training, all processes continue with the first one's heads.
-        heads = self.ranks.share(self._led(self._finish))
+        try:
+            # If there is another training, all processes continue with the first one's heads.
+            heads = self.ranks.share(self._led(self._finish))
+        except BaseException as error:
+            self._fail(error)
+            raise
         self._writer = None  # What fails now can't change a report that is written.
         try:
             self._stack.close()
         finally:
-            atexit.unregister(self._stack.close)
-            self.plugin = NoPlugin()
-            self._tap = None
-            self._share = None
+            self._forget()
         # If the trainer trains again, it continues with these.
         self.config = self.config.model_copy(
             update={"heads": self.config.heads.model_copy(update={"path": heads})}
@@ -465,6 +466,34 @@ class Attachment:
         heads = self.plugin.save_heads(self.folder / HEADS_FOLDER)
         self._writer.finish()
         return str(heads)
+
+    def _fail(self, error: BaseException) -> None:
+        """End after this error, which is the one to be seen: what fails here is only logged. Safe
+        to call again.
+        """
+        actions = dict[str, Callable[[], object]]()
+        if self._writer is not None:
+            # Ray turns a signal into SystemExit.
+            stopped = isinstance(error, KeyboardInterrupt | SystemExit)
+            actions["The report could not be written"] = functools.partial(
+                self._writer.finish,
+                "interrupted" if stopped else "failed",
+                None if stopped else {"error": str(error)},
+            )
+        actions["The companion could not be ended"] = self._stack.close
+        for problem, action in actions.items():
+            try:
+                action()
+            except Exception:
+                logger.exception("%s after a training that failed.", problem)
+        self._writer = None
+        self._forget()
+
+    def _forget(self) -> None:
+        atexit.unregister(self._stack.close)
+        self.plugin = NoPlugin()
+        self._tap = None
+        self._share = None
 
     def _view(self, model: nn.Module) -> HFActor:
         """The actor with its tables gathered, if they are sharded."""
@@ -637,10 +666,12 @@ class DraftingEngine:
 
     def close(self) -> None:
         """Save the heads, and end what was started here."""
-        # Saved first: the companion has the newest heads, and the stack ends it.
-        self.plugin.save_heads(self._folder / HEADS_FOLDER)
-        self.plugin = NoPlugin()  # close() may be called again.
-        self._stack.close()
+        try:
+            # Saved first: the companion has the newest heads, and the stack ends it.
+            self.plugin.save_heads(self._folder / HEADS_FOLDER)
+        finally:
+            self.plugin = NoPlugin()  # close() may be called again.
+            self._stack.close()
 
     def __enter__(self) -> Self:
         return self

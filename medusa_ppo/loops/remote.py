@@ -37,7 +37,6 @@ from medusa_ppo.engines.colocated import AttachedEngine, Call, process_counters
 from medusa_ppo.engines.launch import HOST, SERVER_MODULE, engine_flags, plan_launch
 from medusa_ppo.loops.attachment import OURS, Attachment, start_or_resume
 from medusa_ppo.loops.passes import RowTap
-from medusa_ppo.plugin import NoPlugin
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table
 from medusa_ppo.reports.run_files import HEADS_FOLDER
 from medusa_ppo.reports.store import RunWriter, refuse_second_writer
@@ -311,28 +310,13 @@ class RemoteAttachment(Attachment):
             raise
 
     def _fail(self, error: BaseException) -> None:
-        """End after this error, which is the one to be seen: what fails here is only logged."""
-        writer = self._writer
-        if writer is None:
-            return
-        # Ray turns a signal into SystemExit.
-        stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-        status = "interrupted" if stopped else "failed"
-        extras = None if stopped else {"error": str(error)}
-        actions: dict[str, Callable[[], object]] = {
-            "The heads could not be saved": lambda: self.plugin.save_heads(
-                self.folder / HEADS_FOLDER
-            ),
-            "The report could not be written": lambda: writer.finish(status, extras),
-            "The companion could not be ended": self._stack.close,
-        }
-        for problem, action in actions.items():
+        """As in Attachment. The heads are saved before, if they can be."""
+        if self._writer is not None:
             try:
-                action()
+                self.plugin.save_heads(self.folder / HEADS_FOLDER)
             except Exception:
-                logger.exception("%s after a training that failed.", problem)
-        self.plugin = NoPlugin()
-        self._writer = None
+                logger.exception("The heads could not be saved after a training that failed.")
+        super()._fail(error)
 
 
 class GatheredActor(Protocol):

@@ -195,13 +195,27 @@ class RolloutFiles:
         """
         self._folder = run_dir / ROLLOUTS_FOLDER
         self._steps = steps
+        self._failed = False
 
     def write(self, step: int, rollouts: Rollouts) -> None:
-        """Write one step's responses, and remove the file that is now too old."""
+        """Write one step's responses, and remove the file that is now too old. A full disk must not
+        end a run: a failure is logged, once until it works again.
+        """
         if self._steps is None:
             return
-        write_atomic(self._path(step), "".join(f"{line}\n" for line in _lines(step, rollouts)))
-        self._path(step - self._steps).unlink(missing_ok=True)
+        try:
+            self._path(step - self._steps).unlink(missing_ok=True)  # First: it makes room.
+            write_atomic(self._path(step), "".join(f"{line}\n" for line in _lines(step, rollouts)))
+            self._failed = False
+        except OSError as error:
+            if not self._failed:
+                logger.error(
+                    "The rollouts of step %d could not be kept, nor those of the next steps until"
+                    " there is room: %s",
+                    step,
+                    error,
+                )
+            self._failed = True
 
     def _path(self, step: int) -> Path:
         return self._folder / f"step-{step:06d}.jsonl"

@@ -30,6 +30,8 @@ RewardFunction = Callable[[str, str, dict[str, Any]], Any]
 Sample = tuple[str, str, dict[str, Any]]
 START_S = 120.0
 """A process that takes longer to import the function counts as hanging."""
+LOOK_S = 1.0
+"""Longest wait before it is looked whether a process has ended."""
 READY = "ready"
 
 
@@ -123,10 +125,11 @@ class RewardPool:
             until = min(worker.until for worker in busy)
             heard = wait(
                 [worker.pipe for worker in busy],
-                None if until == float("inf") else max(0.0, until - time.monotonic()),
+                min(LOOK_S, max(0.0, until - time.monotonic())),
             )
             for worker in busy:
-                if worker.pipe in heard:
+                # The pipe alone does not show an end: what a judge has forked holds it open.
+                if worker.pipe in heard or worker.process.exitcode is not None:
                     self._hear(worker, found)
                 elif time.monotonic() >= worker.until:
                     self._replace(worker, Outcome(late=True), found)
@@ -134,6 +137,9 @@ class RewardPool:
 
     def _hear(self, worker: RewardWorker, found: dict[int, Outcome]) -> None:
         try:
+            # Of a process that has ended, all that it will ever say is there.
+            if worker.process.exitcode is not None and not worker.pipe.poll():
+                raise EOFError
             said = worker.pipe.recv()
         except (EOFError, OSError):
             worker.process.join(1.0)

@@ -461,7 +461,7 @@ class RunSession:
             self._writer.finish(
                 "interrupted" if stopped else "failed", None if stopped else {"error": str(error)}
             )
-        except (OSError, MedusaError) as problem:
+        except Exception as problem:
             # Show the first error; `medusa-ppo report` can rewrite the report from the files.
             logger.error("The partial report could not be written: %s", problem)
 

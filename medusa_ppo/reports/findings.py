@@ -320,13 +320,7 @@ def _nothing_is_better(run: Run, window: int) -> bool:
 def _versions_worse(summary: Summary) -> Iterator[Finding]:
     followed = summary["companion"]["versions_followed"] or 0
     worse = summary["companion"]["versions_worse"] or 0
-    chance = sum(
-        math.comb(followed, count)
-        * WORSE_BY_CHANCE**count
-        * (1 - WORSE_BY_CHANCE) ** (followed - count)
-        for count in range(worse, followed + 1)
-    )
-    if worse and chance < CHANCE_OF_SO_MANY:
+    if worse and (chance := _chance_of(worse, followed)) < CHANCE_OF_SO_MANY:
         yield Finding(
             "versions_worse",
             f"{worse} of {followed} versions were significantly worse than the heads before them,"
@@ -334,6 +328,22 @@ def _versions_worse(summary: Summary) -> Iterator[Finding]:
             "Raise companion.gate_confidence or ppo.prompts_per_step, or lower"
             " companion.learning_rate.",
         )
+
+
+def _chance_of(worse: int, followed: int) -> float:
+    """How often chance alone counts so many versions as worse, or more. By logarithms: from 1,030
+    versions on the binomial coefficients fit no float.
+    """
+    return sum(
+        math.exp(
+            math.lgamma(followed + 1)
+            - math.lgamma(count + 1)
+            - math.lgamma(followed - count + 1)
+            + count * math.log(WORSE_BY_CHANCE)
+            + (followed - count) * math.log1p(-WORSE_BY_CHANCE)
+        )
+        for count in range(worse, followed + 1)
+    )
 
 
 def _of_the_companion(run: Run, summary: Summary) -> Iterator[Finding]:

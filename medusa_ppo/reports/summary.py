@@ -65,7 +65,8 @@ SUMMARY_KEYS: dict[str, str] = {
     ),
     "mean_acceptance_length.frozen": (
         "Replay estimate of the first published heads, never trained again; mean over the steps "
-        "of the last window that have it for both sets of heads."
+        "of the last window that have it for both sets of heads; of a single version, over those "
+        "that drafted with it."
     ),
     "mean_acceptance_length.serving_replay": (
         "The serving heads by the same estimator on the same steps: compare `frozen` with this, "
@@ -479,9 +480,18 @@ def replay_pairs(steps: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
     ]
 
 
+def _of_published_heads(run: Run, last: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The steps whose replay estimates are of published heads. Until the first version has served,
+    they are of the heads that the run started with, which it has replaced.
+    """
+    if _last(run.column(m.VERSIONS_PUBLISHED)) != 1:
+        return list(last)
+    return [step for step in last if number(step.get(m.HEADS_VERSION)) != 0]
+
+
 def _acceptance_lengths(run: Run, last: Sequence[dict[str, Any]]) -> dict[str, float | int | None]:
     # Both from the same steps: means over different steps would compare rollouts, not heads.
-    both = replay_pairs(last)
+    both = replay_pairs(_of_published_heads(run, last))
     gains = [serving - frozen for serving, frozen in both]
     published = (
         step

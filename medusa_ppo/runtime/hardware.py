@@ -11,7 +11,7 @@ import math
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +67,12 @@ class Hardware:
     found: str
     gpu_bytes: int = 0
     elsewhere: bool = False
+
+
+Look = Callable[[], Hardware]
+"""Finds out what there is. This may take many seconds (nvidia-smi), or a place on a GPU
+(`run_hardware`): it is called only if a setting is null that follows from it.
+"""
 
 
 class Choice(NamedTuple):
@@ -202,17 +208,16 @@ def assumed_hardware(config: RunConfig, gpus: bool | None) -> Hardware:
     return Hardware(count, gpus, here.cores, found, here.gpu_bytes if gpus else 0)
 
 
-def settled(config: RunConfig, hardware: Hardware | None = None) -> RunConfig:
-    """The run's settings with values for those that were null and follow from the hardware or other
-    settings.
+def settled(config: RunConfig, hardware: Hardware | Look | None = None) -> RunConfig:
+    """The run's settings with values for those that were null and follow from the hardware (None:
+    this machine's) or other settings.
 
     The companion's share of a GPU is left open: it is requested at its start, from what is free
     then.
     """
-    return applied(
-        config,
-        [choice for choice in choices(config, hardware) if not choice.key.startswith("companion.")],
-    )
+    # So that nobody looks for GPUs because of a share that is left open.
+    companion = config.companion.model_copy(update={"enabled": False})
+    return applied(config, choices(config.model_copy(update={"companion": companion}), hardware))
 
 
 def applied(config: RunConfig, decided: Iterable[Choice]) -> RunConfig:
@@ -225,17 +230,16 @@ def applied(config: RunConfig, decided: Iterable[Choice]) -> RunConfig:
     return config
 
 
-def choices(config: RunConfig, hardware: Hardware | None = None) -> list[Choice]:
+def choices(config: RunConfig, hardware: Hardware | Look | None = None) -> list[Choice]:
     """Choose values for settings that are null; others stay."""
-    hardware = hardware or find_hardware()
+    look = _looking(hardware)
     model = config.model
     engine = config.engine
     ppo = config.ppo
     found: list[Choice] = []
     dtype = model.dtype
     if dtype is None:
-        dtype = "bfloat16" if hardware.bfloat16 else "float32"
-        why = "a GPU that has it" if hardware.bfloat16 else "no GPU that has bfloat16"
+        dtype, why = _dtype(look())
         found.append(Choice("model.dtype", dtype, why))
     if engine.dtype is None:
         found.append(Choice("engine.dtype", dtype, "as model.dtype"))
@@ -247,79 +251,84 @@ def choices(config: RunConfig, hardware: Hardware | None = None) -> list[Choice]
             )
         )
     # Before the engine's own rules, which don't know that PPO leaves the GPU; these choices win.
-    if engine.memory_fraction is None and ppo.placement == "shared" and hardware.gpus:
+    if engine.memory_fraction is None and ppo.placement == "shared" and look().gpus:
         found.append(
             Choice("engine.memory_fraction", TURNS_MEMORY, "PPO and the engine take turns")
         )
     known = {choice.key for choice in found}
-    found += [choice for choice in _of_engine(engine, hardware) if choice.key not in known]
+    found += [choice for choice in _of_engine(engine, look) if choice.key not in known]
     # Ranks that share their GPUs with engines have reserved them whole.
     megatron_shares = ppo.placement == "shared" and config.actor.backend == "megatron"
     if config.companion.enabled and config.companion.num_gpus is None:
         taken = config.actor.ranks if megatron_shares else 0
-        share = companion_gpus(hardware.gpus - taken, config.companion.workers)
-        none = "no GPU is left" if taken and hardware.gpus else "no GPU"
+        share = companion_gpus(look().gpus - taken, config.companion.workers)
+        none = "no GPU is left" if taken and look().gpus else "no GPU"
         why = "a share, freed between batches" if share else none
         found.append(Choice("companion.num_gpus", share, why))
     if ppo.micro_batch_size is None:
         found.append(Choice("ppo.micro_batch_size", ppo.minibatch_size, "a whole minibatch"))
     if ppo.threads is None:
         ranks = config.actor.ranks
+        cores = look().cores
         found.append(
             Choice(
                 "ppo.threads",
-                max(1, hardware.cores // ranks),
-                f"{hardware.cores} cores, {ranks} process{'es' * (ranks > 1)}",
+                max(1, cores // ranks),
+                f"{cores} cores, {ranks} process{'es' * (ranks > 1)}",
             )
         )
     return found
 
 
-def settled_engine(engine: EngineConfig, hardware: Hardware | None = None) -> EngineConfig:
+def settled_engine(engine: EngineConfig, hardware: Hardware | Look | None = None) -> EngineConfig:
     """The same for an engine alone, without a run's settings."""
     return engine.model_copy(
         update={
             choice.key.removeprefix("engine."): choice.value
-            for choice in _of_engine(engine, hardware)
+            for choice in _of_engine(engine, _looking(hardware))
         }
     )
 
 
-def _of_engine(engine: EngineConfig, hardware: Hardware | None) -> Iterator[Choice]:
-    # If all settings are given, the hardware is not looked up: nvidia-smi may take many seconds.
-    if None not in (
-        engine.dtype,
-        engine.max_model_len,
-        engine.memory_fraction,
-        engine.enforce_eager,
-        engine.threads,
-    ):
-        return
-    hardware = hardware or find_hardware()
+def _looking(hardware: Hardware | Look | None) -> Look:
+    """Looks once at most."""
+    if isinstance(hardware, Hardware):
+        return lambda: hardware
+    return functools.cache(hardware or find_hardware)
+
+
+def _dtype(hardware: Hardware) -> tuple[str, str]:
+    """The dtype for this hardware, and why."""
+    if hardware.bfloat16:
+        return "bfloat16", "a GPU that has it"
+    return "float32", "no GPU that has bfloat16"
+
+
+def _of_engine(engine: EngineConfig, look: Look) -> Iterator[Choice]:
     if engine.dtype is None:
-        why = "a GPU that has it" if hardware.bfloat16 else "no GPU that has bfloat16"
-        yield Choice("engine.dtype", "bfloat16" if hardware.bfloat16 else "float32", why)
+        yield Choice("engine.dtype", *_dtype(look()))
     if engine.max_model_len is None:
         yield Choice("engine.max_model_len", MODEL_LEN, "the length of responses is not set")
-    gpus = hardware.gpus
     if engine.memory_fraction is None:
         key = "engine.memory_fraction"
-        if not gpus:
+        if not look().gpus:
             yield Choice(key, CPU_MEMORY, "no GPU")
         # An engine of several ranks is on a node with as many GPUs, which is not the loop's.
-        elif gpus == 1 == engine.replicas * engine.ranks and not hardware.elsewhere:
+        elif look().gpus == 1 == engine.replicas * engine.ranks and not look().elsewhere:
             yield Choice(key, SHARED_MEMORY, "PPO's update is on the same GPU")
         else:
             yield Choice(key, OWN_MEMORY, "a GPU of its own")
     if engine.enforce_eager is None:
+        gpus = look().gpus
         yield Choice(
             "engine.enforce_eager",
             not gpus,
             "so that a GPU does not wait for Python" if gpus else "no GPU: a quick start",
         )
     if engine.threads is None:
-        why = f"{hardware.cores} cores, {engine.replicas} engine{'s' * (engine.replicas > 1)}"
-        yield Choice("engine.threads", max(1, hardware.cores // engine.replicas), why)
+        cores = look().cores
+        why = f"{cores} cores, {engine.replicas} engine{'s' * (engine.replicas > 1)}"
+        yield Choice("engine.threads", max(1, cores // engine.replicas), why)
 
 
 def cores_wanted_s() -> float:

@@ -302,24 +302,23 @@ def run_hardware() -> Hardware:
     if here.gpus or not ray.is_initialized():
         return here
     gpus = int(ray.cluster_resources().get("GPU", 0))
-    return _with_gpus_of(gpus, str(ray.get_runtime_context().get_job_id())) if gpus else here
+    there = _node_with_gpus(str(ray.get_runtime_context().get_job_id())) if gpus else here
+    if not there.gpus:  # Ray counts what it was told.
+        return here
+    found = f"{here.cores} cores here, {gpus} GPUs in the cluster ({there.found})"
+    return replace(there, gpus=gpus, cores=here.cores, found=found, elsewhere=True)
 
 
-@functools.lru_cache(maxsize=1)  # A process on the other node takes seconds.
-def _with_gpus_of(gpus: int, session: str) -> Hardware:
-    """As `run_hardware`, in a cluster with this many GPUs. `session`: of Ray."""
-    here = find_hardware()
+@functools.lru_cache(maxsize=1)  # A process on the other node takes seconds, and a place there.
+def _node_with_gpus(session: str) -> Hardware:
+    """What a node with GPUs says in this session of Ray."""
     with ray_errors(
         RunError,
         "A process that looks at a GPU of the cluster",
         "Free a GPU, or set model.dtype, engine.memory_fraction and engine.enforce_eager, and start"
         " the run on a node with a GPU.",
     ):
-        there = ray.get(_hardware_there(), timeout=TIMEOUT_S)
-    if not there.gpus:  # Ray counts what it was told.
-        return here
-    found = f"{here.cores} cores here, {gpus} GPUs in the cluster ({there.found})"
-    return replace(there, gpus=gpus, cores=here.cores, found=found, elsewhere=True)
+        return ray.get(_hardware_there(), timeout=TIMEOUT_S)
 
 
 def _hardware_there() -> Any:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 300.0
+INTERFACES = "GLOO_SOCKET_IFNAME"
 BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
 Backend = Literal["gloo", "nccl"]
 
@@ -130,7 +131,7 @@ class Meeting:
         """
         try:
             self._group = (_nccl if self.place.backend == "nccl" else _gloo)(self.store, self.place)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:
             raise self.lost(self.place, "The processes did not meet.", error) from error
         # If one left before all are connected, the others would wait for it five times as long.
         # (NCCL connects when it is first used.)
@@ -222,13 +223,24 @@ def _gloo(store: dist.Store, place: Place) -> Any:
     gloo: Any = dist.ProcessGroupGloo  # torch's stubs lack most of it.
     options = gloo._Options()
     options._timeout = place.timeout
-    options._devices = [
-        # By default gloo uses the address of the machine's name, which other machines may reach.
-        gloo.create_device(hostname=LOOPBACK)
-        if place.host == LOOPBACK
-        else gloo.create_default_device()
-    ]
+    # torch looks at this variable only for groups that it creates by itself.
+    interfaces = os.environ.get(INTERFACES) if place.host != LOOPBACK else None
+    options._devices = (
+        [gloo.create_device(interface=name.strip()) for name in interfaces.split(",")]
+        if interfaces
+        else [gloo.create_device(hostname=own_address(place))]
+    )
     return gloo(store, place.rank, place.size, options)
+
+
+def own_address(place: Place) -> str:
+    """This machine's address on the way to the place; nothing is sent. By default gloo would use
+    that of the machine's name, which on Debian and Ubuntu is 127.0.1.1 to itself.
+    """
+    kind, _, _, _, address = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(kind, socket.SOCK_DGRAM) as way:
+        way.connect(address)
+        return str(way.getsockname()[0])
 
 
 def _nccl(store: dist.Store, place: Place) -> Any:

@@ -278,7 +278,8 @@ def tracker_hangs(scene: ChaosScene) -> None:
 
 
 def disk_full(scene: ChaosScene) -> None:
-    """A file system of a few MiB, filled for some steps."""
+    """A file system of a few MiB, filled for some steps, in which rollouts can't be kept either."""
+    scene.changes = {"report": {"keep_rollouts": 2}}
     scene.out.mkdir()
     scene.mount("-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", str(scene.out))
     filler = scene.out / "filler"

@@ -123,7 +123,7 @@ class ChaosScene:
             "broadcast": {"transfer": "broadcast"},
         }.get(self.engine, {})
         for section, changed in self.changes.items():
-            values[section] |= changed
+            values[section] = values.get(section, {}) | changed
         return values
 
     def companion(self, title: str = "") -> psutil.Process:

@@ -71,6 +71,23 @@ ENVIRONMENT = {
     TOKEN: "and one more",
 }
 
+MEETING = """
+import pathlib, sys, time, torch
+from medusa_ppo.runtime.rendezvous import Meeting, Place
+rank, host = int(sys.argv[1]), sys.argv[2]
+file = pathlib.Path("/mnt/port")
+if rank == 0:
+    meeting = Meeting.open(host, 2, timeout_s=120)
+    file.with_suffix(".new").write_text(str(meeting.place.port))
+    file.with_suffix(".new").rename(file)
+else:
+    while not file.exists():
+        time.sleep(0.1)
+    meeting = Meeting(Place(host, int(file.read_text()), 2, 1, timeout_s=120))
+print("heard", meeting.join().share(torch.full((2,), 7.0 - rank)).tolist(), flush=True)
+meeting.leave()
+"""
+
 pytestmark = [pytest.mark.slow, pytest.mark.engine, pytest.mark.timeout(2 * LONGEST_S + 120)]
 
 
@@ -470,6 +487,25 @@ def verl_settings(verl: ModuleType, mode: str) -> dict[str, Any]:
         "ray_kwargs.ray_init.num_cpus": "null",
         "hydra.run.dir": "/tmp/hydra",
     }
+
+
+def test_processes_of_two_nodes_meet_whatever_their_own_names_mean_to_them(
+    nodes_module: ModuleType,
+) -> None:
+    """On Debian and Ubuntu a node's name is 127.0.1.1 to itself."""
+    with nodes_module.separate_nodes() as nodes:
+        for node in (nodes.head, nodes.other):
+            hosts = node.tmp / "hosts"
+            hosts.write_text(f"127.0.1.1 {node.name}\n{hosts.read_text()}")
+            assert node.run("getent", "ahostsv4", node.name).startswith("127.0.1.1 ")
+        ranks = []
+        for rank, node in enumerate((nodes.head, nodes.other)):
+            words = [sys.executable, "-c", MEETING, str(rank), nodes.head.address]
+            ranks.append(node.start("rank.log", words, ENVIRONMENT))
+        for process in ranks:
+            process.wait(LONGEST_S)
+        logs = [node.log("rank.log") for node in (nodes.head, nodes.other)]
+    assert [log.splitlines()[-1] for log in logs] == ["heard [7.0, 7.0]"] * 2, logs
 
 
 @pytest.mark.timeout(TRAINING_S + 900)

@@ -110,7 +110,7 @@ class RankTeam:
             ModelError, ConfigError: as `rank_sizes`, for each role on the ranks.
             RunError: there is no room for the ranks, or one did not start.
         """
-        config = settled(config, run_hardware())
+        config = settled(config, run_hardware)
         section = config.actor
         self._config = config
         self.count = section.ranks

@@ -305,6 +305,15 @@ def test_folder_without_tokenizer(tmp_path: Path) -> None:
         hf.load_tokenizer(tmp_path)
 
 
+def test_a_folder_with_mistrals_own_tokenizer_file_alone(tmp_path: Path) -> None:
+    package = pytest.importorskip("mistral_common", reason="vLLM brings it")
+    data = Path(package.__file__).parent / "data" / "tekken_240911.json"
+    MistralConfig(**COMMON).save_pretrained(tmp_path)
+    (tmp_path / "tekken.json").symlink_to(data)
+    tokenizer = hf.load_tokenizer(tmp_path)
+    assert tokenizer.decode(tokenizer("hello", add_special_tokens=False).input_ids) == "hello"
+
+
 def test_model_without_lm_head_can_not_be_an_actor() -> None:
     body = tiny("llama", tied=True).base_model
     with pytest.raises(ModelError, match="output embedding"):

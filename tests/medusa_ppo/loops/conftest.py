@@ -1,4 +1,6 @@
-"""A vLLM server as docs/hooks.md starts it, for trainers that don't start their own."""
+"""A vLLM server as docs/hooks.md starts it, for trainers that don't start their own; and a plugin
+on a full disk.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,22 @@ import httpx
 import pytest
 
 from medusa_ppo.engines.http_server import free_port
+from medusa_ppo.plugin import NoPlugin
 
 ROOT = Path(__file__).resolve().parents[3]
 START_S = 400
+
+
+class FullDisk(NoPlugin):
+    """A plugin whose heads can't be saved."""
+
+    closed = False
+
+    def save_heads(self, folder: str | Path) -> Path:
+        raise OSError("No space left on device")
+
+    def close(self) -> None:
+        self.closed = True
 
 
 class ServedLoop:

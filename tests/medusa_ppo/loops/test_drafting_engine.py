@@ -4,6 +4,8 @@ switched off it learns the same to the bit.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +28,11 @@ from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.loops import attachment
 from medusa_ppo.loops.attachment import Attachment, DraftingEngine
 from medusa_ppo.plugin import MedusaPlugin, NoPlugin
+from medusa_ppo.reports.store import RunWriter, read_run
 from medusa_ppo.runtime.files import only_one_in
 from medusa_ppo.runtime.processes import local_ray
 from tests.medusa_ppo.conftest import RecordingCompanion, eager_on_a_gpu
+from tests.medusa_ppo.loops.conftest import FullDisk
 
 ROOT = Path(__file__).resolve().parents[3]
 PROMPTS = [
@@ -298,3 +302,33 @@ def test_a_second_engine_in_the_same_folder_is_refused(tmp_path: Path) -> None:
         pytest.raises(RunError, match="Another DraftingEngine writes"),
     ):
         DraftingEngine(build_config({}), torch.nn.Module(), "actor", tmp_path)
+
+
+def test_a_training_whose_heads_do_not_fit_on_the_disk_ends_what_it_started(tmp_path: Path) -> None:
+    """Its companion went on, and its report said "running"."""
+    config = build_config({"name": "run", "out": str(tmp_path), "heads": {"num_heads": 2}})
+    loop: Any = Attachment(config)
+    loop.plugin = plugin = FullDisk()
+    loop._stack.callback(plugin.close)
+    atexit.register(loop._stack.close)
+    loop._tap = object()
+    loop._writer = RunWriter(loop.folder, {})
+    with pytest.raises(OSError, match="No space"):
+        loop.end()
+    assert plugin.closed
+    run = read_run(loop.folder)
+    assert run.status == "failed" and "No space" in run.meta["extras"]["error"]
+    loop.end()  # There is nothing left to end.
+
+
+def test_an_engine_whose_heads_do_not_fit_on_the_disk_is_ended_all_the_same(tmp_path: Path) -> None:
+    """vLLM, companion and Ray went on."""
+    engine: Any = DraftingEngine.__new__(DraftingEngine)
+    engine._folder = tmp_path
+    engine._stack = contextlib.ExitStack()
+    engine.plugin = plugin = FullDisk()
+    engine._stack.callback(plugin.close)
+    with pytest.raises(OSError, match="No space"), engine:
+        pass
+    assert plugin.closed
+    engine.close()

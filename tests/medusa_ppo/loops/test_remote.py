@@ -50,12 +50,12 @@ from medusa_ppo.loops.remote import (
     refuse,
     serve,
 )
-from medusa_ppo.plugin import NoPlugin
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 from medusa_ppo.reports.run_files import META_FILE
 from medusa_ppo.reports.store import read_run
 from medusa_ppo.runtime.control_guard import TOKEN
 from tests.medusa_ppo.conftest import RecordingCompanion
+from tests.medusa_ppo.loops.conftest import FullDisk
 
 
 class RemoteWorkers:
@@ -299,18 +299,6 @@ def test_a_second_start_is_refused_before_it_touches_the_first_ones_companion(
         with pytest.raises(RunError, match="Another process writes"):
             begin()
     assert not started and start.stat().st_mtime_ns == written
-
-
-class FullDisk(NoPlugin):
-    """A plugin whose heads can't be saved."""
-
-    closed = False
-
-    def save_heads(self, folder: str | Path) -> Path:
-        raise OSError("No space left on device")
-
-    def close(self) -> None:
-        self.closed = True
 
 
 @pytest.mark.parametrize(

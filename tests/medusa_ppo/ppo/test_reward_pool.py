@@ -33,6 +33,11 @@ from pathlib import Path
 from heads.errors import DataError
 
 
+def run_for_a_minute():
+    time.sleep(60)
+    Path("ended by itself").touch()
+
+
 def judge(prompt, response, row):
     if response == "program":
         program = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -50,6 +55,11 @@ def judge(prompt, response, row):
     if response == "row":
         raise DataError("A row is wrong.", given="row")
     if response == "die":
+        os._exit(7)
+    if response == "die while a program runs":
+        child = multiprocessing.get_context("fork").Process(target=run_for_a_minute)
+        child.start()
+        Path("program").write_text(f"{os.getpid()} {child.pid}")
         os._exit(7)
     if response == "steps":
         return [0.5, 0.25]
@@ -190,6 +200,15 @@ def test_errors_come_as_they_would_here(source):
         asked(one, "die")
     assert "exit code 7" in str(told.value)
     assert asked(one, "x") == [2.0], "another process is in its place"
+
+
+def test_a_process_that_dies_is_seen_although_a_program_of_it_runs(source):
+    """Which has a copy of its pipe, so that nobody's end of it is closed."""
+    with pytest.raises(RunError, match="process of the reward function ended") as told:
+        asked(source(), "die while a program runs", "x")
+    assert "exit code 7" in str(told.value)
+    end_after(program_of_the_judge())
+    assert not Path("ended by itself").exists()
 
 
 def test_rewards_of_steps(source):

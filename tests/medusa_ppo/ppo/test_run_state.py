@@ -13,6 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from heads.checkpoint import load_state
 from heads.errors import CheckpointError, ConfigError
@@ -407,6 +410,26 @@ def test_a_really_full_disk_at_an_evaluation_leaves_the_best_actor_before(
     assert "could not be saved" in caplog.text
     assert json.loads(best.read_text()) == {names.EVAL_REWARD: 1.0}
     assert load_state(best.with_name("model.safetensors")).keys()
+
+
+def test_a_tokenizer_that_does_not_fit_on_the_disk_leaves_the_best_actor_before(
+    tiny_actor, config: RunConfig, caplog: pytest.LogCaptureFixture
+):
+    """A fast one raises an error of no kind."""
+    one = learner(tiny_actor())
+    keep_best(config.run_dir, {names.EVAL_REWARD: 1.0}, one, words(10))
+    best = config.run_dir / "best" / "evaluation.json"
+    size = (config.run_dir / "best" / "model.safetensors").stat().st_size + 4096
+    with no_file_beyond(size):
+        keep_best(config.run_dir, {names.EVAL_REWARD: 2.0}, one, words(size // 8))
+    assert "could not be saved" in caplog.text
+    assert json.loads(best.read_text()) == {names.EVAL_REWARD: 1.0}
+    assert len(AutoTokenizer.from_pretrained(best.parent)) == 10
+
+
+def words(count: int) -> PreTrainedTokenizerFast:
+    model = WordLevel({f"word-{number}": number for number in range(count)}, unk_token="word-0")
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model))
 
 
 @contextlib.contextmanager

@@ -8,8 +8,10 @@ import contextlib
 import functools
 import io
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -33,7 +35,9 @@ from medusa_ppo.ppo import session
 from medusa_ppo.ppo.loop import run_ppo
 from medusa_ppo.ppo.run_progress import LineProgress, ProgressSink
 from medusa_ppo.ppo.run_state import saved_memory
+from medusa_ppo.reports import store
 from medusa_ppo.reports import trackers as make
+from medusa_ppo.reports.run_files import ROLLOUTS_FOLDER
 from medusa_ppo.reports.store import read_run
 
 STEPS = 3
@@ -208,6 +212,46 @@ def test_failed_runs_close_everything_and_keep_what_was_finished(
     assert run.status == "failed" and len(run.steps) == 1
     summary = json.loads((config.run_dir / "summary.json").read_text())
     assert "gone" in summary["extras"]["error"] and (config.run_dir / "report.html").is_file()
+
+
+class FileForFolder(ProgressSink):
+    """In the second step there is a file in the place of the rollouts' folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def step_finished(self, values) -> None:
+        if values["step"] == 0:
+            shutil.rmtree(self.folder)
+            self.folder.touch()
+        if values["step"] == 1:
+            self.folder.unlink()
+
+
+def test_rollouts_that_can_not_be_kept_end_nothing(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene, caplog: pytest.LogCaptureFixture
+):
+    config = settings(tmp_path, actor_folder, report={"keep_rollouts": STEPS})
+    folder = config.run_dir / ROLLOUTS_FOLDER
+    assert run_ppo(config, FileForFolder(folder))["steps"] == STEPS
+    assert [path.name for path in folder.iterdir()] == ["step-000002.jsonl"]
+    assert caplog.text.count("The rollouts of step 1 could not be kept") == 1
+
+
+def test_a_report_that_fails_does_not_bury_the_runs_own_error(
+    tmp_path: Path,
+    actor_folder: Path,
+    scene: SessionScene,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+):
+    def write_files(run: Any) -> Any:
+        raise OverflowError("int too large to convert to float")
+
+    monkeypatch.setattr(store, "write_files", write_files)
+    with pytest.raises(EngineError, match="gone"):
+        run_ppo(settings(tmp_path, actor_folder), StopAt(0, EngineError("The engine is gone.")))
+    assert "int too large" in caplog.text and scene.events[-1] == "ray down"
 
 
 def test_a_stopped_run_goes_on_where_it_was(

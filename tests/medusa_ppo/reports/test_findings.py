@@ -161,6 +161,11 @@ def test_what_looks_similar_but_is_fine(run: Run) -> None:
     assert codes(run) == []
 
 
+@pytest.mark.parametrize(("worse", "found"), [(0, []), (100, []), (400, ["versions_worse"])])
+def test_thousands_of_versions_are_counted_too(worse: int, found: list[str]) -> None:
+    assert codes(make({"versions_followed": 5000, "versions_worse": worse})) == found
+
+
 @pytest.mark.parametrize("steps", [10, 16, 40, 400])
 def test_chance_alone_makes_no_jump(steps: int) -> None:
     runs = [series(reward_mean=learning(steps, seed)) for seed in range(200)]

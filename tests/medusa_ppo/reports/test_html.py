@@ -419,3 +419,24 @@ def test_lengths_are_those_of_the_steps_with_drafts(tmp_path: Path) -> None:
     assert tile["note"].startswith("with drafts, 6.0 % of the steps; ")
     assert tile["note"].endswith("one version, nothing to compare")
     assert "with drafts" not in tiles(often, build_summary(often))[0]["note"]
+
+
+def test_heads_that_the_first_version_has_replaced_are_not_called_by_its_name(
+    tmp_path: Path,
+) -> None:
+    """The figures of the step that publishes it are of those that the run started with."""
+    row = "The same by replay, trained heads / frozen heads"
+    judged = {"drafts": 10, "accepted": 1, "acceptance_per_position": [0.1, 0.0]}
+    judged |= {"replay_mal_serving": 1.02, "replay_mal_frozen": 1.02}
+    steps = [{**judged, "step": n, "heads_version": 0, "versions_published": 0} for n in range(3)]
+    steps.append({**judged, "step": 3, "heads_version": 0, "versions_published": 1})
+    run = Run(tmp_path, tuple(steps))
+    summary = build_summary(run)
+    assert summary["mean_acceptance_length"]["frozen"] is None
+    assert dict(summary_rows(summary))[row] == "\N{EM DASH} / \N{EM DASH}"
+    assert tiles(run, summary)[0]["note"] == "no replay yet"
+    served = {**judged, "step": 4, "heads_version": 1, "versions_published": 1}
+    served |= {"replay_mal_serving": 1.6, "replay_mal_frozen": 1.6}
+    run = Run(tmp_path, (*steps, served))
+    assert dict(summary_rows(build_summary(run)))[row] == "1.60, of the only version so far"
+    assert tiles(run, build_summary(run))[0]["note"].startswith("by replay 1.60; ")

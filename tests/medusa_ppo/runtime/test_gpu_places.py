@@ -5,10 +5,13 @@ no other than these. No test machine has GPUs: their names are made up.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,13 +19,21 @@ import pytest
 import ray
 from ray.exceptions import GetTimeoutError
 
+from heads.checkpoint import save_heads
 from heads.errors import ConfigError, RunError
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
+from medusa_ppo.bench import rollout_speed
+from medusa_ppo.bench.bench_options import RolloutBench
+from medusa_ppo.cli.machine_checks import check_distribution
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.engines import ray_engine
+from medusa_ppo.offline import scene
 from medusa_ppo.ppo import loop
 from medusa_ppo.runtime import hardware, processes
+from medusa_ppo.runtime.console import OfflineProgress
 from medusa_ppo.runtime.hardware import (
     GpuPlaces,
     Hardware,
@@ -130,9 +141,9 @@ def gpus_elsewhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr(processes, "_hardware_there", lambda: node)
     monkeypatch.setattr(ray, "get", lambda found, timeout: found)
-    processes._with_gpus_of.cache_clear()
+    processes._node_with_gpus.cache_clear()
     yield
-    processes._with_gpus_of.cache_clear()
+    processes._node_with_gpus.cache_clear()
 
 
 @pytest.mark.usefixtures("gpus_elsewhere")
@@ -210,6 +221,82 @@ def test_ray_keeps_a_gpu_for_each_rank_of_an_engine(
     what = "engine" if replicas == 1 else "engines"
     assert reserved == [([gpus] * replicas, what), "group"]
     assert sorted(placed) == [("group", index) for index in range(replicas)]
+
+
+@pytest.mark.usefixtures("gpus_elsewhere")
+def test_the_test_of_the_distribution_is_set_by_the_gpus_of_the_cluster(
+    chain_actor: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine was given a CPU's settings by a head of KubeRay."""
+    seen: list[EngineConfig] = []
+
+    def engine(model: str, heads: str, config: EngineConfig, seed: int) -> object:
+        seen.append(config)
+        raise RunError("far enough", given="", expected="", do="")
+
+    monkeypatch.setattr(processes, "local_ray", contextlib.nullcontext)
+    monkeypatch.setattr(scene, "running_engine", engine)
+    config = build_config({"model": {"path": str(chain_actor)}, "heads": {"num_heads": 2}})
+    with pytest.raises(RunError, match="far enough"):
+        list(check_distribution(config, 100, OfflineProgress(quiet=True), data=False))
+    (found,) = seen
+    assert (found.dtype, found.memory_fraction, found.enforce_eager) == ("bfloat16", 0.9, False)
+
+
+@pytest.mark.usefixtures("gpus_elsewhere")
+def test_engines_that_are_compared_share_a_gpu_of_the_cluster(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of them took 0.9 of it, and the figure's dtype was the head's."""
+    seen: list[EngineConfig] = []
+
+    def arms(model: str, heads: str, stock: str, config: EngineConfig, *_: Any, **__: Any) -> Any:
+        seen.append(config)
+        return contextlib.nullcontext([])
+
+    monkeypatch.setattr(rollout_speed, "local_ray", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(rollout_speed, "running_arms", arms)
+    monkeypatch.setattr(rollout_speed, "_run_batch", lambda *_: [])
+    model = json.loads((chain_actor / "config.json").read_text())
+    save_heads(
+        tmp_path / "heads", MedusaHeads(HeadsConfig(model["hidden_size"], model["vocab_size"], 2))
+    )
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"question": "1 + 1"}\n')
+    bench = RolloutBench(str(chain_actor), str(tmp_path / "heads"), str(data), "{question}")
+    figures = rollout_speed.run_rollout(bench, OfflineProgress(quiet=True))
+    (found,) = seen
+    assert (found.dtype, found.memory_fraction) == ("bfloat16", 0.9 / 3)
+    assert figures["dtype"] == "bfloat16"
+
+
+def test_no_gpu_is_asked_about_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process on a node with GPUs needs a place there, and an engine that vLLM alone is compared
+    with starts after the last step.
+    """
+
+    def full() -> Hardware:
+        raise RunError("no GPU is free", given="", expected="", do="")
+
+    node = Hardware(1, True, 96, "one of eight H100", 80 << 30)
+    run = hardware.settled(build_config({"companion": {"enabled": True}}), node)
+    assert hardware.settled(run, full) == run
+    monkeypatch.setattr(ray_engine, "visible_gpus", tuple)
+    monkeypatch.setattr(ray_engine, "RayEngine", lambda model, heads, config, seed, place: config)
+    monkeypatch.setattr(ray_engine, "run_hardware", full)
+    assert ray_engine.make_engine("actor", None, run.engine) == run.engine
+    with pytest.raises(RunError, match="no GPU is free"):
+        ray_engine.make_engine("actor", None, EngineConfig())
+
+
+@pytest.mark.usefixtures("gpus_elsewhere")
+def test_a_cluster_that_grows_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = processes.run_hardware()
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"GPU": 24.0})
+    monkeypatch.setattr(processes, "_hardware_there", lambda: pytest.fail("asked again"))
+    assert processes.run_hardware() == replace(
+        before, gpus=24, found=before.found.replace("16 GPUs", "24 GPUs")
+    )
 
 
 @pytest.mark.usefixtures("gpus_elsewhere")

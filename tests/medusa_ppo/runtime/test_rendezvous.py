@@ -72,6 +72,18 @@ def test_who_does_not_come_and_who_is_not_there_are_errors() -> None:
     assert time.monotonic() - began < 20
 
 
+def test_the_interface_that_gloo_is_told_to_use_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = "127.0.0.2"  # As of a node: not LOOPBACK, at which all processes are on this machine.
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    Meeting.open(here, 1, timeout_s=5).join().leave()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    Meeting.open(here, 1, timeout_s=5).join().leave()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-cable")
+    with pytest.raises(PeerLostError, match="did not meet"):
+        Meeting.open(here, 1, timeout_s=5).join()
+    Meeting.open(LOOPBACK, 1, timeout_s=5).join().leave()
+
+
 def test_nccl_is_for_ranks_with_gpus_of_their_own() -> None:
     assert choose_backend(["GPU-1", "GPU-2"]) == "nccl"
     assert (
