@@ -20,8 +20,19 @@ from starlette.routing import Route
 from heads.errors import MedusaError
 from medusa_ppo.feeds.feed_manifest import MANIFEST, FeedVersion, Release
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from medusa_ppo.feeds.http_feed import FEED_TOKEN, RELEASE_HEADER, VERSIONS
-from medusa_ppo.runtime.guarded_server import GuardedServer, require_token_beyond_loopback
+from medusa_ppo.feeds.http_feed import (
+    ANSWER_S,
+    FEED_TOKEN,
+    LEAST_BYTES_PER_S,
+    RELEASE_HEADER,
+    VERSIONS,
+)
+from medusa_ppo.runtime.guarded_server import (
+    GuardedServer,
+    require_token_beyond_loopback,
+    too_slow,
+    write_body,
+)
 
 
 class FeedServer(GuardedServer):
@@ -84,18 +95,18 @@ class FeedServer(GuardedServer):
             most = release.actor.most_bytes()
         except (ValidationError, MedusaError) as error:
             return PlainTextResponse(f"{RELEASE_HEADER}: {error}"[:1000], status_code=400)
+        within_s = ANSWER_S + most / LEAST_BYTES_PER_S
         with tempfile.TemporaryDirectory(prefix="medusa-ppo-feed-") as folder:
             path = Path(folder) / "incoming"
-            count = 0
-            with path.open("wb") as file:
-                async for part in request.stream():
-                    count += len(part)
-                    if count > most:
-                        text = f"More than the {most} bytes of such heads."
-                        return PlainTextResponse(text, status_code=413)
-                    await run_in_threadpool(file.write, part)
             try:
+                with path.open("wb") as file:
+                    count = await write_body(request, file, most, within_s)
+                if count > most:
+                    text = f"More than the {most} bytes of such heads."
+                    return PlainTextResponse(text, status_code=413)
                 version = await run_in_threadpool(self._publish, path, release)
+            except TimeoutError:
+                return too_slow(within_s)
             except MedusaError as error:
                 return PlainTextResponse(str(error), status_code=409)
         return Response(version.model_dump_json(), media_type="application/json")

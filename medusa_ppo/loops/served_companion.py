@@ -223,16 +223,18 @@ class _DeskActor:
                 do="Nothing: the loop goes on, and the next steps' rows have room again.",
             )
         room = size
-        handle, name = tempfile.mkstemp(dir=desk.folder)
-        path = Path(name)
+        path = None
         try:
+            handle, name = tempfile.mkstemp(dir=desk.folder)
+            path = Path(name)
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
             # The desk gives it back itself, when it counts the part as one that it holds.
             room = 0
             return desk.take(path, told, size).model_dump_json()
         finally:
-            path.unlink(missing_ok=True)
+            if path is not None:
+                path.unlink(missing_ok=True)
             desk.give_back(room)
 
     def drain(self, timeout_s: float) -> bool:

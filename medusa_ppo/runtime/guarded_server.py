@@ -1,21 +1,30 @@
 """A small HTTP server of ours: on loopback unless told otherwise, and behind a token if there is
-one.
+one. It waits for nobody without end: a peer that lost its power says no word of it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from heads.errors import ConfigError
 from medusa_ppo.runtime.control_guard import LOOPBACK, ControlGuard
 
 MOST_CONNECTIONS = 256
+REQUEST_S = 10
+"""Seconds within which a connection has to send a request, and in which requests are still answered
+when the server stops.
+"""
 
 
 def require_token_beyond_loopback(host: str, token_name: str, problem: str, whose: str) -> None:
@@ -33,6 +42,47 @@ def require_token_beyond_loopback(host: str, token_name: str, problem: str, whos
             expected=f"{token_name}, the same for {whose}",
             do=f"export {token_name}=$(openssl rand -hex 32) for all of them, or leave --host out.",
         )
+
+
+async def write_body(request: Request, file: IO[bytes], most: int, within_s: float) -> int:
+    """Write a request's body into a file. Returns the number of bytes that came; once it is over
+    `most`, the rest is not read. Raises TimeoutError if it has not ended in time.
+    """
+    count = 0
+    async with asyncio.timeout(within_s):
+        async for part in request.stream():
+            count += len(part)
+            if count > most:
+                break
+            await run_in_threadpool(file.write, part)
+    return count
+
+
+def too_slow(within_s: float) -> Response:
+    """The answer to a body that did not come in time. What there is of it still is not read."""
+    text = f"No end of the request within {within_s:.0f} s."
+    return PlainTextResponse(text, 408, headers={"Connection": "close"})
+
+
+class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # Chosen when imported.
+    """Closes when no request comes: uvicorn waits for the first one, and for the rest of one whose
+    headers have begun, as long as the peer likes, and a few hundred such connections would keep out
+    everybody else.
+    """
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(REQUEST_S, self._look, None)
+
+    def _look(self, before: Any) -> None:
+        """`before`: the last request as of the previous look, if it had been answered then."""
+        if self.transport.is_closing():
+            return
+        answered = self.cycle is None or self.cycle.response_complete
+        if answered and self.cycle is before:
+            self.transport.close()
+            return
+        self.loop.call_later(REQUEST_S, self._look, self.cycle if answered else self)
 
 
 class GuardedServer:
@@ -55,7 +105,9 @@ class GuardedServer:
                 port=port,
                 log_level="warning",
                 access_log=False,
+                http=_Connection,
                 limit_concurrency=MOST_CONNECTIONS,
+                timeout_graceful_shutdown=REQUEST_S,
                 server_header=False,
                 lifespan="off",
             )
@@ -66,7 +118,7 @@ class GuardedServer:
         self._server.run()
 
     def stop(self) -> None:
-        """Stop after answering current requests."""
+        """Stop after answering current requests, of which it waits `REQUEST_S` for the last."""
         self._server.should_exit = True
 
     @property

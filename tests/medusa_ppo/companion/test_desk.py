@@ -376,6 +376,42 @@ def test_bad_requests_take_no_memory_and_change_nothing(
     assert answer(whole, good) == 200
 
 
+def test_a_part_that_never_ends_is_given_up(
+    served: tuple[CompanionDesk, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a node that lost its power; its file and its room were kept for ever."""
+    monkeypatch.setattr("medusa_ppo.companion.companion_server.ANSWER_S", 1.0)
+    desk, address = served
+    host, port = address.removeprefix("http://").split(":")
+    told = {
+        "Authorization": "Bearer a secret of this test",
+        PART_HEADER: header().model_dump_json(),
+        "Content-Length": "5000",
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+    with socket.create_connection((host, int(port))) as peer:
+        peer.settimeout(60)
+        peer.sendall(f"PUT /parts HTTP/1.1\r\nHost: x\r\n{lines}\r\n".encode() + b"x" * 1000)
+        heard = b""
+        while part := peer.recv(4096):
+            heard += part
+        assert b" 408 " in heard
+    assert until(lambda: not desk._coming, 30) and not list(desk.folder.glob("tmp*"))
+
+
+def test_a_part_that_finds_no_room_on_the_disk_gives_its_room_back(
+    served: tuple[CompanionDesk, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, address = served
+    (tmp_path / "part").write_bytes(b"x" * 100)
+    monkeypatch.setattr(desk, "folder", tmp_path / "gone")
+    link = HttpLink(address)
+    with pytest.raises(CompanionError):
+        link.put(tmp_path / "part", header())
+    link.close()
+    assert until(lambda: not desk._coming, 30)
+
+
 def test_whoever_answers_as_no_companion_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("medusa_ppo.companion.companion_link.ANSWER_S", 0.5)
     over = threading.Event()

@@ -26,7 +26,14 @@ from medusa_ppo.feeds.feed import verify
 from medusa_ppo.feeds.feed_manifest import KEPT_VERSIONS, MANIFEST, FeedActor
 from medusa_ppo.feeds.feed_server import FeedServer
 from medusa_ppo.feeds.folder_feed import ABANDONED_S, COPIED, FolderFeed
-from medusa_ppo.feeds.http_feed import FEED_TOKEN, HttpFeed, absolute, open_feed, require_feed
+from medusa_ppo.feeds.http_feed import (
+    FEED_TOKEN,
+    RELEASE_HEADER,
+    HttpFeed,
+    absolute,
+    open_feed,
+    require_feed,
+)
 from tests.medusa_ppo.feeds.conftest import (
     VOCAB,
     Place,
@@ -309,6 +316,27 @@ def test_a_server_gives_out_nothing_but_what_the_manifest_names(
     for method, path in (("DELETE", "/manifest.json"), ("POST", "/versions"), ("PUT", "/versions")):
         answer = httpx.request(method, f"{address}{path}", headers=more, trust_env=False)
         assert answer.status_code in (400, 404, 405)
+
+
+def test_an_upload_that_never_ends_is_given_up(
+    tmp_path: Path, token: str, served: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_ppo.feeds.feed_server.ANSWER_S", 1.0)
+    host, port = served(tmp_path / "feed").removeprefix("http://").split(":")
+    told = {
+        "Authorization": f"Bearer {token}",
+        RELEASE_HEADER: release(1).model_dump_json(),
+        "Content-Length": "5000",
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+    with socket.create_connection((host, int(port))) as peer:
+        peer.settimeout(60)
+        peer.sendall(f"PUT /versions HTTP/1.1\r\nHost: x\r\n{lines}\r\n".encode() + b"x" * 1000)
+        heard = b""
+        while part := peer.recv(4096):
+            heard += part
+        assert b" 408 " in heard
+    assert FolderFeed(tmp_path / "feed").manifest() is None
 
 
 def test_nobody_answers_or_not_as_a_feed(tmp_path: Path) -> None:
