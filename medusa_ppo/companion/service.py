@@ -151,6 +151,8 @@ class CompanionService:
         self._train_s = self._worked_s = self._cpu_since_s = 0.0
         self._wanted_since_s = math.nan
         self._busy_since: float | None = None
+        # Seconds of training on a batch whose files are being written; None: it still trains.
+        self._took_s: float | None = None
         self._takes_turns = arguments.takes_turns and self._hears_loop
         self._wanted_last_s = math.nan
         # The process's and the machine's counts when the training thread began to wait; None: it
@@ -292,11 +294,7 @@ class CompanionService:
         cycle = self._cycle
         trainer = self._cycle.trainer
         rows: dict[str, Any] = dict(cycle.rows)
-        running_s = (
-            0.0
-            if self._busy_since is None
-            else time.monotonic() - self._busy_since - self._pace.waited_s
-        )
+        running_s = self._training_s()
         found = self._found
         self._found = ""
         return CompanionStatus(
@@ -363,6 +361,7 @@ class CompanionService:
 
     def _run(self) -> None:
         while (batch := self._queue.get()) is not None:
+            self._took_s = None
             self._busy_since = time.monotonic()
             self._cpu_since_s = time.process_time()
             self._wanted_since_s = cores_wanted_s()
@@ -372,6 +371,7 @@ class CompanionService:
                     if self._config.offload:
                         self._cycle.move_to(self._device)
                     report = self._learn(batch)
+                    self._took_s = self._training_s()
                 self._error = ""
                 self._note = report.problem
                 self._unsaved += 1
@@ -397,9 +397,10 @@ class CompanionService:
                 )
                 self._error = f"{type(error).__name__}: {error}"
             finally:
+                took_s = self._took_s = self._training_s()
                 # Here, where the error and what its frames hold are gone.
                 self._rest_anyway()
-                took_s = time.monotonic() - self._busy_since - self._pace.take_waited_s()
+                self._pace.take_waited_s()
                 self._leave_out_turn()
                 self._train_s, self._worked_s = (
                     self._train_s + took_s,
@@ -412,6 +413,16 @@ class CompanionService:
                 with self._idle:
                     self._outstanding -= 1
                     self._idle.notify_all()
+
+    def _training_s(self) -> float:
+        """Seconds of training on the current batch so far. Files don't count: they take as long as
+        the disk does, and nothing of a GPU.
+        """
+        # Both once: the training thread may end the batch meanwhile.
+        since, took_s = self._busy_since, self._took_s
+        if since is None:
+            return 0.0
+        return time.monotonic() - since - self._pace.waited_s if took_s is None else took_s
 
     def _work_s(self, took_s: float) -> float:
         """The part of a batch's training time that others could have used. On a CPU this excludes

@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -866,6 +867,40 @@ def test_training_seconds_run_while_it_trains(chain, tmp_path: Path) -> None:
         time.sleep(0.05)
         assert service.status().train_s > first > 0
     service.drain(60)
+    service.close()
+
+
+@pytest.mark.parametrize("writes", ["_checkpoint", "_publish_unwritten"])
+def test_files_are_no_training(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: str
+) -> None:
+    """On a GPU all seconds of a batch count as taken from the loop: those of a slow disk, too, of
+    which the next steps then paid off the budget. What is mocked: the GPU, and the disk.
+    """
+    monkeypatch.setattr(service_module, "SAVED_EVERY", 1)
+    task = chain()
+    service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
+    monkeypatch.setattr(service, "_work_s", lambda took_s: took_s)  # As on a GPU.
+    monkeypatch.setattr(
+        service._cycle, "run", lambda batch: SimpleNamespace(published=False, problem="")
+    )
+    writing, go_on = threading.Event(), threading.Event()
+
+    def write() -> None:
+        writing.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(service, writes, write)
+    monkeypatch.setattr(service, "_rest_anyway", lambda: None)
+    service.submit(pack(task.batch()))
+    assert writing.wait(60)
+    trained = service.status()
+    time.sleep(0.1)
+    meanwhile = service.status()
+    go_on.set()
+    assert service.drain(60)
+    for status in (meanwhile, service.status()):
+        assert status.train_s == trained.train_s > 0 and status.worked_s == trained.worked_s > 0
     service.close()
 
 
