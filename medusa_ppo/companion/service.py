@@ -26,10 +26,11 @@ from typing import Any
 import torch
 
 from heads.checkpoint import checksum, load_state, save_heads, save_state
-from heads.errors import CheckpointError, CompanionError, FeedError
+from heads.errors import CheckpointError, CompanionError
 from heads.tensorfile import crc
 from medusa_ppo.companion.batch_queue import BatchQueue
 from medusa_ppo.companion.cycle import Cycle, CycleReport
+from medusa_ppo.companion.feeder import Feeder, Offer
 from medusa_ppo.companion.giving_way import Pace
 from medusa_ppo.companion.parts_wire import with_logprobs
 from medusa_ppo.companion.wire import (
@@ -137,8 +138,8 @@ class CompanionService:
         self._published: PublishedHeads | None = None
         # The serving heads are not yet where the engine takes them from.
         self._unwritten = False
-        self._feed = open_feed(config.feed) if config.feed else None
-        self._fed_version = 0
+        self._feeder = Feeder(open_feed(config.feed)) if config.feed else None
+        self._offered_version = 0
         self._judged = Judged()
         # The last tables to arrive, and those that the trainer uses; None: none have arrived.
         self._tables: Any = None
@@ -266,6 +267,8 @@ class CompanionService:
             self._go_on_from(version, state)
             # Never judged against the engine's heads.
             self._published = None
+            if self._feeder is not None:
+                self._feeder.offer(None)
             self._unwritten = False
             self._follows = version
             # Otherwise a restart would bring back the heads that the engine did without.
@@ -314,7 +317,10 @@ class CompanionService:
             last_loss=cycle.last_loss,
             last_policy_version=cycle.last_policy_version,
             **rows,
-            error=self._error or found or self._note,
+            error=self._error
+            or found
+            or self._note
+            or (self._feeder.problem if self._feeder is not None else ""),
             losses=cycle.last_losses,
             passes=cycle.passes,
             judged=cycle.judged,
@@ -349,9 +355,12 @@ class CompanionService:
             return sum(tensor.nbytes for tensor in self._cycle.state_dict(copied=False).values())
 
     def close(self) -> None:
-        """Stop the training thread after its current batch."""
+        """Stop the training thread after its current batch, and the feed's after its version."""
+        ends_s = time.monotonic() + LAST_BATCH_S
         self._queue.close()
         self._thread.join(timeout=LAST_BATCH_S)
+        if self._feeder is not None:
+            self._feeder.close(max(0.0, ends_s - time.monotonic()))
         if self._home is not None:
             self._ends = True
             self._home.close()
@@ -385,7 +394,7 @@ class CompanionService:
                 # After every batch, so that a version is written once there is room for it.
                 self._tried(UNWRITTEN, self._publish_unwritten)
                 # After every batch, so that a feed that was unavailable gets what it missed.
-                self._tried("The new heads could not be put into the feed", self._feed_newest)
+                self._feed_newest()
             except Exception as error:
                 # One bad batch must not end the companion; the status reports it, and the next one
                 # comes.
@@ -604,16 +613,16 @@ class CompanionService:
         return path
 
     def _feed_newest(self) -> None:
-        """Put the last published version into the feed, if there is a feed that lacks it."""
+        """Have the last published version put into the feed, if there is a feed that lacks it."""
         published = self._published
-        if self._feed is None or published is None or published.version == self._fed_version:
+        if self._feeder is None:
             return
-        found = self._feed.manifest()
-        newest = found.versions[-1:] if found is not None else []
-        # After a crash it may already be there.
-        if [version.checksum for version in newest] != [published.checksum]:
-            self._feed.publish(Path(published.path), self._release(published.version))
-        self._fed_version = published.version
+        if published is None or published.version == self._offered_version:
+            self._feeder.again()
+            return
+        self._offered_version = published.version
+        release = self._release(published.version)
+        self._feeder.offer(Offer(Path(published.path), published.checksum, release))
 
     def _release(self, version: int) -> Release:
         """What a feed is told of the serving heads."""
@@ -643,12 +652,12 @@ class CompanionService:
         forget_oldest(folder, "v[0-9]*")
 
     def _tried(self, what: str, write: Callable[[], object]) -> None:
-        """Report a file that can't be written (a full or read-only disk, an unavailable feed) in
-        the status; training continues.
+        """Report a file that can't be written (a full or read-only disk) in the status; training
+        continues.
         """
         try:
             write()
-        except (OSError, FeedError) as error:
+        except OSError as error:
             self._note = f"{what}: {error}"
             logger.warning("%s; training continues.", self._note)
 
@@ -693,26 +702,28 @@ class CompanionService:
         self._adopt_newest()
         self._unwritten = self._cycle.version > 0
         self._tried(UNWRITTEN, self._publish_unwritten)
-        self._tried("The first heads could not be put into the feed", self._feed_first)
+        self._tried("The first heads could not be written for the feed", self._feed_first)
         self._tried(
             "The companion could not mark its start",
             lambda: write_atomic(marker, arguments.publish_dir),
         )
 
     def _feed_first(self) -> None:
-        """Put trained heads into a feed that has none yet, although no gate has judged them: a deep
-        sleep before the first version takes from engines those that they started with.
+        """Have trained heads put into a feed that has none yet, although no gate has judged them: a
+        deep sleep before the first version takes from engines those that they started with.
         """
-        if self._feed is None or self._feed.manifest() is not None:
+        if self._feeder is None:
             return
-        if self._published is not None:
-            self._feed_newest()
-        elif self._cycle.version == 0 and not self._cycle.serving.untrained:
-            path = self._publish_dir / "start.safetensors"
-            save_state(path, self._cycle.serving.trainable_state(copied=False))
+        cycle, published = self._cycle, self._published
+        if published is not None:
+            release = self._release(published.version)
+            offered = Offer(Path(published.path), published.checksum, release, first=True)
+            self._feeder.offer(offered)
+        elif cycle.version == 0 and not cycle.serving.untrained:
+            path = self._write_serving()
             # The first version that the gate lets through has the feed's next number.
-            self._feed.publish(path, self._release(1))
-            path.unlink()
+            digest = checksum(cycle.serving.trainable_state(copied=False))
+            self._feeder.offer(Offer(path, digest, self._release(1), first=True))
 
     def _remove_unfinished(self) -> None:
         # The loop writes into the last one as well.

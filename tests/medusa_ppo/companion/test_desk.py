@@ -113,6 +113,7 @@ def test_heads_learn_from_parts_and_reach_the_feed(
         assert desk.drain(60)
     status = desk.status()
     assert status.batches_trained == 8 and not status.error
+    assert desk._service._feeder.drain(60)
     manifest = FolderFeed(tmp_path / "feed").manifest()
     assert manifest is not None
     length = manifest.versions[-1].judged.mean_acceptance_length

@@ -237,9 +237,11 @@ def test_what_is_published_goes_into_a_feed_also_where_that_was_away(chain, tmp_
     service = CompanionService(arguments_for(task, tmp_path, feed=str(place)), tables_of(task))
     run_batches(service, [task.batch() for _ in range(6)])
     published = service.newest(0).published
+    assert service._feeder.drain(60)
     assert published is not None and "feed" in service.status().error
     place.unlink()
     run_batches(service, [task.batch()])
+    assert service._feeder.drain(60) and not service.status().error
     published = service.newest(0).published
     manifest = FolderFeed(place).manifest()
     newest = manifest.versions[-1]
@@ -251,8 +253,40 @@ def test_what_is_published_goes_into_a_feed_also_where_that_was_away(chain, tmp_
     verify(FolderFeed(place), newest, manifest.actor, tmp_path)
     files = len(list(place.iterdir()))
     run_batches(service, [task.batch()])
+    assert service._feeder.drain(60)
     if service.newest(published.version).published is None:
         assert len(list(place.iterdir())) == files, "the same version is put there once"
+    service.close()
+
+
+def test_a_feed_that_takes_long_does_not_hold_the_training(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload may last minutes: meanwhile no batch was learned from, and nothing said why."""
+    monkeypatch.setattr("medusa_ppo.companion.feeder.LONG_S", 0.0)
+    task = chain()
+    place = str(tmp_path / "feed")
+    service = CompanionService(arguments_for(task, tmp_path, feed=place), tables_of(task))
+    begun, go_on = threading.Event(), threading.Event()
+    manifest = FolderFeed.manifest
+
+    def slow(feed: FolderFeed) -> Any:
+        begun.set()
+        assert go_on.wait(240)
+        return manifest(feed)
+
+    monkeypatch.setattr(FolderFeed, "manifest", slow)
+    for _ in range(12):
+        run_batches(service, [task.batch()])
+        if begun.is_set():
+            break
+    assert begun.wait(60)
+    run_batches(service, [task.batch()])
+    assert "on their way into the feed" in service.status().error
+    go_on.set()
+    assert service._feeder.drain(60) and not service.status().error
+    found = FolderFeed(place).manifest()
+    assert found is not None and found.newest == service.newest(0).published.version
     service.close()
 
 

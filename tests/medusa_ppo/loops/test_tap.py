@@ -639,6 +639,7 @@ def test_trained_heads_are_in_the_feed_before_any_batch(
     feed = FolderFeed(tmp_path / "feed")
     for _ in range(2):
         with served_desk(chain_actor, tmp_path) as served:
+            assert served.desk._service._feeder.drain(60)
             manifest = feed.manifest()
             assert (manifest is not None) == trained
             if manifest is not None:
@@ -653,6 +654,7 @@ def test_trained_heads_are_in_the_feed_before_any_batch(
             service._cycle.serving.blocks[0].add_(0.1)
             service._publish()
             service._feed_newest()
+            assert service._feeder.drain(60)
         manifest = feed.manifest()
         assert manifest is not None and [v.version for v in manifest.versions] == [1, 2]
 
