@@ -51,6 +51,7 @@ class Feeder:
         self._wanted = self._over = False
         self._busy_since: float | None = None
         self._problem = ""
+        self._highest = 0
         # Begun with the first offer: a companion that does not come up leaves nothing.
         self._thread: threading.Thread | None = None
 
@@ -131,9 +132,16 @@ class Feeder:
 
     def _put(self, offered: Offer) -> None:
         found = self._feed.manifest()
-        if found is not None and offered.first:
-            return
+        if found is not None:
+            self._highest = max(self._highest, found.newest)
+            if offered.first:
+                return
         newest = found.versions[-1:] if found is not None else []
         # After a crash it may already be there.
-        if [version.checksum for version in newest] != [offered.checksum]:
-            self._feed.publish(offered.path, offered.release)
+        if [version.checksum for version in newest] == [offered.checksum]:
+            return
+        # Numbers go on also where the feed has lost what it held: engines load only what is newer
+        # than what they have, and that may have come from an earlier run with higher numbers.
+        number = max(offered.release.version, self._highest + 1)
+        release = offered.release.model_copy(update={"version": number})
+        self._highest = self._feed.publish(offered.path, release).version

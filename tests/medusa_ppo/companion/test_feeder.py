@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -108,6 +109,23 @@ def test_first_versions_are_for_an_empty_feed(feeder: Feeder, feed: Held, tmp_pa
         feeder.offer(offer(tmp_path, number, first=True))
         assert feeder.drain(PATIENCE_S)
     assert numbers(feed) == [1] and not feeder.problem
+
+
+def test_numbers_go_on_where_a_feed_has_lost_its_versions(
+    feeder: Feeder, feed: Held, tmp_path: Path
+) -> None:
+    """Engines kept for good the version that they had from before: the publisher went on with its
+    own numbers, which are lower in a feed that an earlier run has filled.
+    """
+    for number in range(1, 21):
+        feed.publish(heads_file(tmp_path / "earlier", number), release(number))
+    for number in (1, 2):
+        feeder.offer(offer(tmp_path, number))
+        assert feeder.drain(PATIENCE_S)
+    assert numbers(feed)[-2:] == [21, 22]
+    shutil.rmtree(feed.folder)
+    feeder.offer(offer(tmp_path, 3))
+    assert feeder.drain(PATIENCE_S) and numbers(feed) == [23] and not feeder.problem
 
 
 def test_at_the_end_the_last_version_still_goes_there(feed: Held, tmp_path: Path) -> None:
