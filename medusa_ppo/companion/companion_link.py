@@ -72,7 +72,7 @@ class HttpLink(CompanionLink):
     """A companion behind HTTP (`token_client`)."""
 
     def __init__(self, address: str) -> None:
-        """Raises ConfigError for an address that is not a URL."""
+        """Raises ConfigError for an address that is not a URL, or a token that can't be sent."""
         try:
             url = httpx.URL(address.rstrip("/") + "/")
         except httpx.InvalidURL as error:

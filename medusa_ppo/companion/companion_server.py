@@ -27,12 +27,13 @@ from medusa_ppo.companion.companion_link import COMPANION_TOKEN, PART_HEADER, PA
 from medusa_ppo.companion.desk import CompanionDesk
 from medusa_ppo.companion.parts_wire import PartHeader, read_message
 from medusa_ppo.feeds.http_feed import ANSWER_S, LEAST_BYTES_PER_S
+from medusa_ppo.runtime.control_guard import secret_of
 from medusa_ppo.runtime.guarded_server import GuardedServer, too_slow, write_body
 
 
 def require_companion_token(host: str) -> None:
     """Raise ConfigError without a token, even on loopback: every request needs one."""
-    if not os.environ.get(COMPANION_TOKEN):
+    if not secret_of(COMPANION_TOKEN):
         raise ConfigError(
             "A standalone companion needs a token: whoever sends rows decides what heads learn.",
             given=f"--host {host}, no {COMPANION_TOKEN}",

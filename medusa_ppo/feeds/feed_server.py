@@ -6,7 +6,6 @@ PUT /versions                                 a new version; only with the token
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 from pathlib import Path
@@ -27,6 +26,7 @@ from medusa_ppo.feeds.http_feed import (
     RELEASE_HEADER,
     VERSIONS,
 )
+from medusa_ppo.runtime.control_guard import secret_of
 from medusa_ppo.runtime.guarded_server import (
     GuardedServer,
     require_token_beyond_loopback,
@@ -56,7 +56,7 @@ class FeedServer(GuardedServer):
         )
         self._feed = FolderFeed(folder)
         self._turn = threading.Lock()
-        self._may_publish = bool(os.environ.get(FEED_TOKEN))
+        self._may_publish = bool(secret_of(FEED_TOKEN))
         routes = [
             Route(f"/{MANIFEST}", self._manifest),
             Route(f"/{VERSIONS}", self._take, methods=["PUT"]),

@@ -4,7 +4,6 @@ of feed by its address.
 
 from __future__ import annotations
 
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -24,7 +23,7 @@ from medusa_ppo.feeds.feed_manifest import (
     Release,
 )
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from medusa_ppo.runtime.control_guard import LOOPBACK, token_header
+from medusa_ppo.runtime.control_guard import LOOPBACK, secret_of, token_header
 
 FEED_TOKEN = "MEDUSA_PPO_FEED_TOKEN"
 """Environment variable with a feed's secret. It is not the one for an engine's control routes:
@@ -68,8 +67,11 @@ def token_client(url: httpx.URL, token_name: str, timeout_s: float) -> httpx.Cli
     Args:
         token_name: environment variable of the server's secret.
         timeout_s: for each part of an answer, unless a request sets its own.
+
+    Raises:
+        ConfigError: `secret_of`.
     """
-    token = os.environ.get(token_name)
+    token = secret_of(token_name)
     return httpx.Client(
         base_url=url,
         # Compressed data is refused, because it could expand to any size.
@@ -116,7 +118,7 @@ class HttpFeed(Feed):
     """A feed behind HTTP (`token_client`)."""
 
     def __init__(self, address: str) -> None:
-        """Raises ConfigError for an address that is not a URL."""
+        """Raises ConfigError for an address that is not a URL, or a token that can't be sent."""
         try:
             url = httpx.URL(address.rstrip("/") + "/")
         except httpx.InvalidURL as error:

@@ -5,7 +5,6 @@ one. It waits for nobody without end: a peer that lost its power says no word of
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from typing import IO, Any
 
@@ -18,7 +17,7 @@ from starlette.routing import BaseRoute
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from heads.errors import ConfigError
-from medusa_ppo.runtime.control_guard import LOOPBACK, ControlGuard
+from medusa_ppo.runtime.control_guard import LOOPBACK, ControlGuard, secret_of
 
 MOST_CONNECTIONS = 256
 REQUEST_S = 10
@@ -35,7 +34,7 @@ def require_token_beyond_loopback(host: str, token_name: str, problem: str, whos
         problem: what others could do without it.
         whose: other users of the token, in words.
     """
-    if host not in LOOPBACK and not os.environ.get(token_name):
+    if host not in LOOPBACK and not secret_of(token_name):
         raise ConfigError(
             problem,
             given=f"--host {host}, no {token_name}",
@@ -95,8 +94,11 @@ class GuardedServer:
         Args:
             port: 0: any free one.
             token_name: environment variable of the secret.
+
+        Raises:
+            ConfigError: `secret_of`.
         """
-        token = os.environ.get(token_name)
+        token = secret_of(token_name)
         app: Any = Starlette(routes=list(routes))
         self._server = uvicorn.Server(
             uvicorn.Config(

@@ -288,6 +288,17 @@ def test_who_has_no_token_reads_and_publishes_nothing(
         feed.close()
 
 
+def test_a_tokens_newline_keeps_nobody_out_and_is_in_no_error(
+    tmp_path: Path, token: str, served: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = served(tmp_path / "feed")
+    monkeypatch.setenv(FEED_TOKEN, f"{token}\n")
+    feed = HttpFeed(address)
+    assert feed.manifest() is None
+    assert feed.publish(heads_file(tmp_path / "state", 1), release(1)).version == 1
+    feed.close()
+
+
 def test_without_a_token_a_server_stays_on_loopback_and_takes_nothing(
     tmp_path: Path, served: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
