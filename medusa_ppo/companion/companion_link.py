@@ -150,18 +150,26 @@ class RayLink(CompanionLink):
         self._actor = None
 
     def _answered(self, call: Any, patience_s: float) -> Wish:
+        from ray.exceptions import RayError
+
         from medusa_ppo.runtime.named_actors import answer_of, named_actor
 
         try:
             if self._actor is None:
                 self._actor = named_actor(self.address.removeprefix(RAY))
             return _wish(answer_of(call(self._actor), patience_s), self.address)
-        except MedusaError as error:
+        # Ray also raises where a call is only sent, for example when its object store is full.
+        except (MedusaError, RayError) as error:
             # At the next call another actor may have its name.
             self._actor = None
+            found = (
+                f"{error.problem} {error.given}"
+                if isinstance(error, MedusaError)
+                else f"{type(error).__name__}: {error}"
+            )
             raise CompanionError(
                 "The companion does not answer as it should.",
-                given=f"{self.address}: {error.problem} {error.given}",
+                given=f"{self.address}: {found}"[:1000],
                 expected="the actor that `companion_in_ray` started, in this Ray",
                 do="Check that it is running.",
             ) from error

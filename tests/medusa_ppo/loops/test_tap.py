@@ -15,11 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 import torch
+from ray.exceptions import ObjectStoreFullError, RayError, RaySystemError
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -34,8 +36,8 @@ from heads.errors import (
 )
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.cli.app import app
-from medusa_ppo.companion.companion_link import COMPANION_TOKEN
-from medusa_ppo.companion.parts_wire import PartHeader, write_part
+from medusa_ppo.companion.companion_link import COMPANION_TOKEN, CompanionLink, RayLink
+from medusa_ppo.companion.parts_wire import PartHeader, Wish, write_part
 from medusa_ppo.companion.service import STATE_FILE
 from medusa_ppo.companion.wire import TableRows
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -478,6 +480,57 @@ def test_a_companion_that_is_gone_costs_rows_and_no_step(
         assert tap.drain(30)
     assert tap.sent == 1 and not tap.problem
     tap.close()
+
+
+class FaultyLink(CompanionLink):
+    """Raises once, then takes everything."""
+
+    address = "nowhere"
+
+    def __init__(self, error: Exception) -> None:
+        self.error: Exception | None = error
+
+    def ask(self) -> Wish:
+        return Wish(rows=10, ahead=1, hidden=4, vocab=8, embedding=False)
+
+    def put(self, path: Path, header: PartHeader) -> Wish:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        return self.ask()
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+@pytest.mark.parametrize("error", [ObjectStoreFullError("full"), ZeroDivisionError("a fault")])
+def test_an_error_of_any_kind_does_not_end_the_sending(error: Exception) -> None:
+    """From then on nothing was sent, and nothing said so."""
+    link = FaultyLink(error)
+    sender = tap_module._Sender(link, link.ask())
+    header = PartHeader(number=1, policy_version=1)
+    for sent in (0, 1):
+        sender.send(tap_module._Parcel({"hidden_MD": torch.zeros(1, 4)}, None, header))
+        assert sender.drain(30)
+        assert (sender.sent, sender.lost) == (sent, 1) and bool(sender.problem) != bool(sent)
+    sender.close()
+
+
+@pytest.mark.parametrize("error", [ObjectStoreFullError("full"), RaySystemError("shut down")])
+def test_a_call_that_ray_does_not_take_is_an_error_of_the_companion(
+    error: RayError, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    link = RayLink("ray:x")
+    link._actor = SimpleNamespace(
+        wish=SimpleNamespace(remote=refuse), take=SimpleNamespace(remote=refuse)
+    )
+    (tmp_path / "part").write_bytes(b"x")
+    with pytest.raises(CompanionError, match=type(error).__name__):
+        link.put(tmp_path / "part", PartHeader(number=1, policy_version=1))
+    assert link._actor is None, "it is looked up again"
 
 
 def test_what_is_wrong_is_said_at_once(served: tuple[Any, str], actor: LlamaForCausalLM) -> None:
