@@ -30,7 +30,7 @@ from medusa_ppo.companion.companion_server import CompanionServer, plain
 from medusa_ppo.companion.desk import CompanionDesk
 from medusa_ppo.companion.parts_wire import PartHeader, Tables, batch_tensors, write_part
 from medusa_ppo.companion.positions import ROW_BYTES, EarlySample, block_rows
-from medusa_ppo.companion.wire import ServiceArguments
+from medusa_ppo.companion.wire import ServiceArguments, unpack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.feeds.folder_feed import FolderFeed
@@ -133,6 +133,28 @@ def test_parts_of_all_processes_become_one_batch(desk: CompanionDesk, task: Chai
     put(desk, part_of(task), tables, header(1, ranks=3, rank=0))
     put(desk, part_of(task), tables, header(2, ranks=3, rank=0))
     assert received(desk) == 2
+
+
+def test_a_late_part_is_dropped_alone(desk: CompanionDesk, task: ChainTask) -> None:
+    """It broke up the next step: what had come of that one went alone, and the rest by itself."""
+    tables = task.lm_head_VD, None
+    sizes: list[int] = []
+    desk._service.submit = lambda packed, *_, **__: sizes.append(  # type: ignore[method-assign]
+        unpack(packed).lengths_S.numel()
+    )
+    order = [(1, 0), (1, 1), (2, 0), (1, 2), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2)]
+    for number, rank in order:
+        put(desk, part_of(task), None if rank else tables, header(number, ranks=3, rank=rank))
+    one = part_of(task).lengths_S.numel()
+    assert sizes == [2 * one, 3 * one, 3 * one]
+    assert desk.status().batches_dropped == 1
+    # One that begins to send anew after its restart, with the numbers of before, is not late.
+    put(desk, part_of(task), tables, header(4, ranks=3, rank=0))
+    for _ in range(2):
+        put(desk, part_of(task), tables, header(5, ranks=3, rank=0))
+    put(desk, part_of(task), None, header(5, ranks=3, rank=1))
+    put(desk, part_of(task), None, header(5, ranks=3, rank=2))
+    assert sizes[3:] == [one, one, 3 * one] and desk.status().batches_dropped == 1
 
 
 def test_rows_without_their_tables_are_not_learned_from(
