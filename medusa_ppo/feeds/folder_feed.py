@@ -42,11 +42,12 @@ class FolderFeed(Feed):
         self.address = str(folder)
 
     def read(self) -> bytes | None:
-        path = self.folder / MANIFEST
-        if not self.folder.is_dir() or not os.path.lexists(path):
-            return None
         try:
-            return read_regular(file_inside(self.folder, MANIFEST), MOST_MANIFEST_BYTES)
+            # Not `exists`, for which a file that may not be read is missing.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.lstat(self.folder / MANIFEST)
+                return read_regular(file_inside(self.folder, MANIFEST), MOST_MANIFEST_BYTES)
+            return None
         except (CheckpointError, OSError) as error:
             raise self._unreadable(MANIFEST, error) from error
 
@@ -121,6 +122,6 @@ class FolderFeed(Feed):
         return FeedError(
             "The feed's folder can't be read.",
             given=f"{self.address}: {file}: {reason}",
-            expected="a plain file",
+            expected="a plain file that this process may read",
             do="Inspect the folder, and publish again.",
         )

@@ -4,6 +4,7 @@ before it takes memory.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
@@ -253,6 +254,24 @@ def test_a_forged_manifest_is_refused(
     rewrite(place, change)
     with pytest.raises(FeedError, match="manifest is damaged"):
         place.feed.manifest()
+
+
+def test_a_folder_that_may_not_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine told of full shared memory. What is mocked: the permissions, which root has."""
+    feed = FolderFeed(tmp_path / "feed")
+    published(Place(feed, feed.folder), tmp_path)
+
+    def refused(path: Any, **_: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", refused)
+        patch.setattr(os, "stat", refused)
+        with pytest.raises(FeedError, match=r"(?s)can't be read.*Permission denied"):
+            feed.manifest()
+    assert feed.manifest() is not None
 
 
 def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
