@@ -100,6 +100,8 @@ class CompanionServer(GuardedServer):
             wish = await run_in_threadpool(self._desk.take, Path(path), header, size)
         except TimeoutError:
             return too_slow(within_s)
+        except OSError as error:
+            return PlainTextResponse(f"The part could not be stored here: {error}", 507)
         except (DataError, CheckpointError) as error:
             return PlainTextResponse(str(error)[:2000], 400)
         except MedusaError as error:

@@ -6,7 +6,7 @@ PUT /versions                                 a new version; only with the token
 
 from __future__ import annotations
 
-import tempfile
+import os
 import threading
 from pathlib import Path
 
@@ -96,19 +96,25 @@ class FeedServer(GuardedServer):
         except (ValidationError, MedusaError) as error:
             return PlainTextResponse(f"{RELEASE_HEADER}: {error}"[:1000], status_code=400)
         within_s = ANSWER_S + most / LEAST_BYTES_PER_S
-        with tempfile.TemporaryDirectory(prefix="medusa-ppo-feed-") as folder:
-            path = Path(folder) / "incoming"
-            try:
-                with path.open("wb") as file:
-                    count = await write_body(request, file, most, within_s)
-                if count > most:
-                    text = f"More than the {most} bytes of such heads."
-                    return PlainTextResponse(text, status_code=413)
-                version = await run_in_threadpool(self._publish, path, release)
-            except TimeoutError:
-                return too_slow(within_s)
-            except MedusaError as error:
-                return PlainTextResponse(str(error), status_code=409)
+        path = None
+        try:
+            handle, path = await run_in_threadpool(self._feed.begin_file)
+            with os.fdopen(handle, "wb") as file:
+                count = await write_body(request, file, most, within_s)
+            if count > most:
+                text = f"More than the {most} bytes of such heads."
+                return PlainTextResponse(text, status_code=413)
+            version = await run_in_threadpool(self._publish, path, release)
+        except TimeoutError:
+            return too_slow(within_s)
+        except OSError as error:
+            text = f"The version could not be stored here: {error}"
+            return PlainTextResponse(text, status_code=507)
+        except MedusaError as error:
+            return PlainTextResponse(str(error), status_code=409)
+        finally:
+            if path is not None:
+                path.unlink(missing_ok=True)
         return Response(version.model_dump_json(), media_type="application/json")
 
     def _publish(self, path: Path, release: Release) -> FeedVersion:

@@ -429,7 +429,7 @@ def test_a_part_that_finds_no_room_on_the_disk_gives_its_room_back(
     (tmp_path / "part").write_bytes(b"x" * 100)
     monkeypatch.setattr(desk, "folder", tmp_path / "gone")
     link = HttpLink(address)
-    with pytest.raises(CompanionError):
+    with pytest.raises(CompanionError, match=r"507 .*No such file"):
         link.put(tmp_path / "part", header())
     link.close()
     assert until(lambda: not desk._coming, 30)

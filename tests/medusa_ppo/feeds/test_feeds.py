@@ -8,6 +8,7 @@ import errno
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -367,6 +368,28 @@ def test_an_upload_that_never_ends_is_given_up(
             heard += part
         assert b" 408 " in heard
     assert FolderFeed(tmp_path / "feed").manifest() is None
+
+
+def test_an_upload_needs_room_where_the_feed_is_and_nowhere_else(
+    tmp_path: Path, token: str, served: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went through /tmp; and of a full disk its sender learned nothing but the number 500."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+    feed = HttpFeed(served(tmp_path / "feed"))
+    path = heads_file(tmp_path / "state", 1)
+    assert feed.publish(path, release(1)).version == 1
+
+    async def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("medusa_ppo.feeds.feed_server.write_body", full)
+    with pytest.raises(FeedError, match=r"507 .*No space left on device"):
+        feed.publish(path, release(2))
+    feed.close()
+    manifest = FolderFeed(tmp_path / "feed").manifest()
+    assert manifest is not None
+    named = {MANIFEST, *(version.file for version in manifest.versions)}
+    assert {path.name for path in (tmp_path / "feed").iterdir()} == named
 
 
 def test_nobody_answers_or_not_as_a_feed(tmp_path: Path) -> None:
