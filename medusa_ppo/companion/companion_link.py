@@ -7,6 +7,7 @@ own calls, between processes that have its token.)
 from __future__ import annotations
 
 import re
+import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -83,30 +84,36 @@ class HttpLink(CompanionLink):
         self._client = token_client(url, COMPANION_TOKEN, ANSWER_S)
 
     def ask(self) -> Wish:
-        return self._answered(self._client.build_request("GET", WISH))
+        return self._answered(self._client.build_request("GET", WISH), ANSWER_S)
 
     def put(self, path: Path, header: PartHeader) -> Wish:
         size = path.stat().st_size
+        within_s = ANSWER_S + size / LEAST_BYTES_PER_S
         with path.open("rb") as file:
             request = self._client.build_request(
                 "PUT",
                 PARTS,
                 content=iter(lambda: file.read(CHUNK_BYTES), b""),
                 headers={PART_HEADER: header.model_dump_json(), "Content-Length": str(size)},
-                timeout=ANSWER_S + size / LEAST_BYTES_PER_S,
+                timeout=within_s,
             )
-            return self._answered(request)
+            # Of the upload, and as long again for what the companion does with it.
+            return self._answered(request, 2 * within_s)
 
     def close(self) -> None:
         self._client.close()
 
-    def _answered(self, request: httpx.Request) -> Wish:
+    def _answered(self, request: httpx.Request, within_s: float) -> Wish:
+        # httpx's timeouts are for each part as it arrives: what trickles would never end.
+        deadline = time.monotonic() + within_s
         try:
             answer = self._client.send(request, stream=True)
             try:
                 data = bytearray()
-                for part in answer.iter_raw(CHUNK_BYTES):
+                for part in answer.iter_raw():
                     data += part
+                    if time.monotonic() > deadline:
+                        raise self._refused("no end in time")
                     if len(data) > MOST_ANSWER_BYTES:
                         raise self._refused("an answer that is too long")
             finally:

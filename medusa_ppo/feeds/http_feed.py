@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,39 +144,54 @@ class HttpFeed(Feed):
 
     def publish(self, path: Path, release: Release) -> FeedVersion:
         size = path.stat().st_size
+        within_s = ANSWER_S + size / LEAST_BYTES_PER_S
+        # Of the upload, and as long again for the server to check and store it.
+        deadline = time.monotonic() + 2 * within_s
         try:
             with path.open("rb") as file:
-                answer = self._client.put(
+                parts = iter(lambda: file.read(CHUNK_BYTES), b"")
+                with self._client.stream(
+                    "PUT",
                     VERSIONS,
-                    content=iter(lambda: file.read(CHUNK_BYTES), b""),
+                    content=self._in_time(VERSIONS, parts, deadline),
                     headers={
                         RELEASE_HEADER: release.model_dump_json(),
                         "Content-Length": str(size),
                     },
-                    timeout=ANSWER_S + size / LEAST_BYTES_PER_S,
-                )
-                answer.raise_for_status()
-                return FeedVersion.model_validate_json(answer.content)
-        except httpx.HTTPStatusError as error:
-            text = error.response.text[:500]
-            raise self._unreachable(VERSIONS, f"{error.response.status_code} {text}") from error
+                    timeout=within_s,
+                ) as answer:
+                    data = bytearray()
+                    for part in self._in_time(VERSIONS, answer.iter_raw(), deadline):
+                        data += part
+                        if len(data) > MOST_MANIFEST_BYTES:
+                            raise self._unreachable(VERSIONS, "an answer that is too long")
+            if answer.status_code != httpx.codes.OK:
+                text = data[:500].decode(errors="replace")
+                raise self._unreachable(VERSIONS, f"{answer.status_code} {text}")
+            return FeedVersion.model_validate_json(bytes(data))
         except (httpx.HTTPError, httpx.InvalidURL, ValidationError) as error:
             raise self._unreachable(VERSIONS, repr(error)) from error
+
+    def _in_time(self, name: str, parts: Iterable[bytes], deadline: float) -> Iterator[bytes]:
+        """The same parts, until they take too long. httpx's timeouts are for each part as it
+        arrives, so what trickles would never end; and in parts of a given size it gives nothing
+        until one is full.
+        """
+        for part in parts:
+            if time.monotonic() > deadline:
+                raise self._unreachable(name, "no end in time")
+            yield part
 
     def _parts(
         self, name: str, within_s: float, *, missing_is_empty: bool = False
     ) -> Iterator[bytes]:
-        # httpx's timeout is per read: an answer that trickles in would never end.
         deadline = time.monotonic() + within_s
         try:
             with self._client.stream("GET", name) as answer:
                 if answer.status_code == httpx.codes.NOT_FOUND and missing_is_empty:
                     return
                 answer.raise_for_status()
-                for part in answer.iter_raw(CHUNK_BYTES):
-                    if time.monotonic() > deadline:
-                        raise self._unreachable(name, f"no end within {within_s:.0f} s")
-                    yield part
+                yield from self._in_time(name, answer.iter_raw(), deadline)
         except httpx.HTTPStatusError as error:
             raise self._unreachable(name, str(error.response.status_code)) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:

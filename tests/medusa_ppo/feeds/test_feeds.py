@@ -4,7 +4,9 @@ before it takes memory.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import gzip
 import json
 import os
 import socket
@@ -25,7 +27,7 @@ from heads.errors import CheckpointError, ConfigError, FeedError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.feeds.actor_sketch import actor_sketch, alike, sketch_rows
 from medusa_ppo.feeds.feed import verify
-from medusa_ppo.feeds.feed_manifest import KEPT_VERSIONS, MANIFEST, FeedActor
+from medusa_ppo.feeds.feed_manifest import KEPT_VERSIONS, MANIFEST, MOST_MANIFEST_BYTES, FeedActor
 from medusa_ppo.feeds.feed_server import FeedServer
 from medusa_ppo.feeds.folder_feed import ABANDONED_S, COPIED, FolderFeed
 from medusa_ppo.feeds.http_feed import (
@@ -243,6 +245,8 @@ CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
     "true": lambda raw: raw["versions"][0].update(version=True),
     "below nothing": lambda raw: raw["versions"][0].update(bytes=-1),
     "twice": lambda raw: raw.update(versions=raw["versions"] * 2),
+    "layers": lambda raw: raw["actor"]["heads"].update(num_layers=2_000_000),
+    "a huge vocabulary": lambda raw: raw["actor"]["heads"].update(vocab_size=1 << 40),
     "NaN": lambda raw: raw["versions"][0]["judged"].update(mean_acceptance_length=float("nan")),
 }
 
@@ -254,7 +258,9 @@ def test_a_forged_manifest_is_refused(
     published(place, tmp_path)
     rewrite(place, change)
     with pytest.raises(FeedError, match="manifest is damaged"):
-        place.feed.manifest()
+        found = place.feed.manifest()
+        assert found is not None
+        found.actor.most_bytes()  # What a reader asks next, before it fetches anything.
 
 
 def test_a_folder_that_may_not_be_read_is_told(
@@ -436,21 +442,75 @@ def answering() -> Any:
         opened.close()
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"no HTTP",
-        b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 90000000000\r\n\r\n" + b"x" * 1_000_000,
-        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf",
-    ],
-    ids=["no HTTP", "elsewhere", "90 GB", "stuck"],
-)
+STRANGE = {
+    "no HTTP": b"no HTTP",
+    "elsewhere": b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\n"
+    b"Content-Length: 0\r\n\r\n",
+    "90 GB": b"HTTP/1.1 200 OK\r\nContent-Length: 90000000000\r\n\r\n" + b"x" * 1_000_000,
+    "stuck": b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf",
+}
+
+
+@pytest.mark.parametrize("data", STRANGE.values(), ids=STRANGE)
 def test_a_strange_server_is_given_up(
-    answering: Callable[[bytes], str], data: bytes, monkeypatch: pytest.MonkeyPatch
+    answering: Callable[[bytes], str],
+    data: bytes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("medusa_ppo.feeds.http_feed.ANSWER_S", 0.5)
     feed = open_feed(answering(data))
     with pytest.raises(FeedError):
         feed.manifest()
+    with pytest.raises(FeedError):
+        feed.publish(heads_file(tmp_path / "state", 1), release(1))
     feed.close()
+
+
+@pytest.mark.parametrize("how", ["packed", "long"])
+def test_of_an_answer_to_an_upload_no_more_is_read_than_a_version_has(
+    how: str, answering: Callable[[bytes], str], tmp_path: Path
+) -> None:
+    """100 MB of zeros fit into 100 kB."""
+    path = heads_file(tmp_path / "state", 1)
+    version = FolderFeed(tmp_path / "feed").publish(path, release(1))
+    body = version.model_dump_json().encode()
+    head = b"HTTP/1.1 200 OK\r\n"
+    if how == "packed":
+        body = gzip.compress(body)
+        head += b"Content-Encoding: gzip\r\n"
+    else:
+        body += b" " * MOST_MANIFEST_BYTES
+    feed = open_feed(answering(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body))
+    with pytest.raises(FeedError):
+        feed.publish(path, release(1))
+    feed.close()
+
+
+def test_an_answer_that_trickles_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_ppo.feeds.http_feed.ANSWER_S", 0.5)
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def trickle() -> None:
+            for _ in range(2):
+                peer, _ = listening.accept()
+                with peer, contextlib.suppress(OSError):  # The reader goes.
+                    peer.recv(65536)
+                    peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                    for _ in range(100):
+                        peer.sendall(b" ")
+                        over.wait(0.1)
+
+        answers = threading.Thread(target=trickle, daemon=True)
+        answers.start()
+        feed = open_feed(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        with pytest.raises(FeedError, match="no end in time"):
+            feed.manifest()
+        with pytest.raises(FeedError, match="no end in time"):
+            feed.publish(heads_file(tmp_path / "state", 1), release(1))
+        feed.close()
+        over.set()
+        answers.join(60)
