@@ -4,6 +4,7 @@ of feed by its address.
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 from collections.abc import Iterable, Iterator
@@ -19,11 +20,14 @@ from medusa_ppo.feeds.feed_manifest import (
     MANIFEST,
     MOST_MANIFEST_BYTES,
     FeedActor,
+    FeedManifest,
     FeedVersion,
     Release,
 )
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.runtime.control_guard import LOOPBACK, secret_of, token_header
+
+logger = logging.getLogger(__name__)
 
 FEED_TOKEN = "MEDUSA_PPO_FEED_TOKEN"
 """Environment variable with a feed's secret. It is not the one for an engine's control routes:
@@ -89,8 +93,9 @@ def absolute(address: str) -> str:
     return address if elsewhere else str(Path(address).absolute())
 
 
-def require_feed(address: str, actor: FeedActor) -> None:
-    """Check a feed before anything is published.
+def require_feed(address: str, actor: FeedActor) -> FeedManifest | None:
+    """Check a feed before anything is published. Returns its manifest; None: nothing has been
+    published yet.
 
     Raises:
         ConfigError: the address is invalid.
@@ -100,8 +105,22 @@ def require_feed(address: str, actor: FeedActor) -> None:
     try:
         if (found := feed.manifest()) is not None:
             found.actor.require_same(actor, feed.address)
+        return found
     finally:
         feed.close()
+
+
+def warn_of_earlier(found: FeedManifest | None, address: str) -> None:
+    """Say that a feed has versions of an earlier run, which a new one does not go on from."""
+    if found is not None and found.versions:
+        logger.warning(
+            "The feed %s has versions of this actor, the newest is %d. The first version of this"
+            " run takes its place in all engines, though it may be worse: the run does not go on"
+            " from them. Name an empty feed, or begin with heads that were trained before"
+            " (heads.path).",
+            address,
+            found.newest,
+        )
 
 
 def _no_address(given: str) -> ConfigError:

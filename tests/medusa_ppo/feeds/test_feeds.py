@@ -25,6 +25,8 @@ import torch
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import CheckpointError, ConfigError, FeedError
 from heads.heads_config import HeadsConfig
+from medusa_ppo.companion.client import CompanionClient
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.feeds.actor_sketch import actor_sketch, alike, sketch_rows
 from medusa_ppo.feeds.feed import verify
 from medusa_ppo.feeds.feed_manifest import KEPT_VERSIONS, MANIFEST, MOST_MANIFEST_BYTES, FeedActor
@@ -39,6 +41,7 @@ from medusa_ppo.feeds.http_feed import (
     require_feed,
 )
 from tests.medusa_ppo.feeds.conftest import (
+    CONFIG,
     VOCAB,
     Place,
     actor,
@@ -207,6 +210,26 @@ def test_a_wrong_feed_is_refused_before_anything_is_published(
         require_feed("ftp://somewhere", actor())
     monkeypatch.chdir(tmp_path)
     assert absolute("feed") == str(tmp_path / "feed") and absolute("http://a:1") == "http://a:1"
+
+
+@pytest.mark.parametrize("resume_from", ["", "somewhere"])
+def test_a_run_says_that_a_feed_has_versions_of_an_earlier_one(
+    resume_from: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Its first version takes their place in all engines, whatever they had."""
+
+    def enough(*_: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr("medusa_ppo.companion.client.ray.is_initialized", lambda: True)
+    monkeypatch.setattr("medusa_ppo.companion.client._with_gpus", enough)
+    place = Place(FolderFeed(tmp_path / "feed"), tmp_path / "feed")
+    settings = CompanionConfig(feed=place.feed.address)
+    for versions in (0, 2):
+        published(place, tmp_path, versions)
+        with pytest.raises(InterruptedError):
+            CompanionClient(CONFIG, settings, lm_head(), seed=0, resume_from=resume_from)
+        assert ("the newest is 2" in caplog.text) == bool(versions and not resume_from)
 
 
 def test_a_trained_actor_is_still_itself_and_another_is_not() -> None:

@@ -25,7 +25,7 @@ from ray.exceptions import ObjectStoreFullError, RayError, RaySystemError
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from heads.checkpoint import checksum, save_heads
+from heads.checkpoint import checksum, load_heads, save_heads, save_state
 from heads.errors import (
     CheckpointError,
     CompanionError,
@@ -42,6 +42,7 @@ from medusa_ppo.companion.service import STATE_FILE
 from medusa_ppo.companion.wire import TableRows
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.engines.http_server import free_port
+from medusa_ppo.feeds.feed_manifest import FeedActor, Release
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.loops import served_companion
 from medusa_ppo.loops import tap as tap_module
@@ -710,6 +711,46 @@ def test_trained_heads_are_in_the_feed_before_any_batch(
             assert service._feeder.drain(60)
         manifest = feed.manifest()
         assert manifest is not None and [v.version for v in manifest.versions] == [1, 2]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("folder", ["a new one", "with untrained heads"])
+@pytest.mark.parametrize("intact", [True, False])
+def test_a_companion_by_itself_goes_on_from_what_its_feed_has(
+    folder: str,
+    intact: bool,
+    chain_actor: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It began with untrained heads, and the first version that was better than these replaced what
+    engines had from the run before.
+    """
+    monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
+    lm_head_VD, _ = read_tables(str(chain_actor))
+    heads = heads_for_table(desk_config(tmp_path), lm_head_VD)
+    if folder == "with untrained heads":
+        save_heads(tmp_path / "heads", heads, lm_head_VD=lm_head_VD)
+    for parameter in heads.blocks:
+        parameter.normal_(0, 0.1)
+    feed = FolderFeed(tmp_path / "feed")
+    save_state(tmp_path / "state", heads.trainable_state())
+    told = Release(
+        actor=FeedActor.of(heads.config, lm_head_VD), dtype="float32", version=7, policy_version=7
+    )
+    version = feed.publish(tmp_path / "state", told)
+    if not intact:
+        (feed.folder / version.file).write_bytes(b"half")
+    with served_desk(chain_actor, tmp_path) as served:
+        serving = served.desk._service._cycle.serving
+        assert (checksum(serving.trainable_state()) == version.checksum) == intact
+        assert served.desk._service._feeder.drain(60)
+    kept, _ = load_heads(tmp_path / "heads")
+    assert kept.untrained == (not intact or folder == "with untrained heads")
+    assert ("may be worse" in caplog.text) == (not intact)
+    manifest = feed.manifest()
+    assert manifest is not None and manifest.newest == 7, "nothing was published"
 
 
 @pytest.mark.slow
