@@ -395,22 +395,28 @@ def _refuse_gone_kind(path: Path, heads: object) -> None:
         )
 
 
-def _check_config(
-    path: Path, raw: dict[str, Any], config: HeadsConfig, metadata: HeadsMetadata
-) -> None:
-    """Check limits, types, and that the keys for vLLM agree with our own."""
+def beyond_bounds(config: HeadsConfig) -> list[str]:
+    """The sizes that no real heads have, each with its limit. Of sizes that a stranger names, how
+    many tensors there are and how large is asked only if this is empty.
+    """
     sizes = {
         "num_heads": MAX_HEADS,
         "num_layers": MAX_LAYERS,
         "hidden_size": MAX_WIDTH,
         "vocab_size": MAX_VOCAB,
     }
-    bounds = {**sizes, **MORE_BOUNDS}
-    faults = [
+    return [
         f"{name} {getattr(config, name)} > {bound}"
-        for name, bound in bounds.items()
+        for name, bound in {**sizes, **MORE_BOUNDS}.items()
         if getattr(config, name) > bound
     ]
+
+
+def _check_config(
+    path: Path, raw: dict[str, Any], config: HeadsConfig, metadata: HeadsMetadata
+) -> None:
+    """Check limits, types, and that the keys for vLLM agree with our own."""
+    faults = beyond_bounds(config)
     # isinstance would take `true` for an int.
     if type(metadata.version) is not int or metadata.version < 0:
         faults.append(f"version {metadata.version!r}")

@@ -48,7 +48,7 @@ from medusa_ppo.contract.rollouts import Rollouts
 from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
 from medusa_ppo.feeds.actor_sketch import sketch_rows
 from medusa_ppo.feeds.feed_manifest import FeedActor
-from medusa_ppo.feeds.http_feed import absolute, require_feed
+from medusa_ppo.feeds.http_feed import absolute, require_feed, warn_of_earlier
 from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.hardware import find_hardware
 from medusa_ppo.runtime.processes import bundle, release, reserve, without_line
@@ -130,7 +130,9 @@ class CompanionClient:
         if config.feed:
             # Before anything starts: a feed that can't be used now would fail in each step.
             address = absolute(config.feed)
-            require_feed(address, FeedActor.of(heads, lm_head_VD))
+            found = require_feed(address, FeedActor.of(heads, lm_head_VD))
+            if not resume_from:
+                warn_of_earlier(found, address)
             config = config.model_copy(update={"feed": address})
         self._config = config = _with_gpus(config, heads, served.get("draft_vocab"))
         self._seed = seed

@@ -7,6 +7,7 @@ own calls, between processes that have its token.)
 from __future__ import annotations
 
 import re
+import time
 from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ class HttpLink(CompanionLink):
     """A companion behind HTTP (`token_client`)."""
 
     def __init__(self, address: str) -> None:
-        """Raises ConfigError for an address that is not a URL."""
+        """Raises ConfigError for an address that is not a URL, or a token that can't be sent."""
         try:
             url = httpx.URL(address.rstrip("/") + "/")
         except httpx.InvalidURL as error:
@@ -83,30 +84,36 @@ class HttpLink(CompanionLink):
         self._client = token_client(url, COMPANION_TOKEN, ANSWER_S)
 
     def ask(self) -> Wish:
-        return self._answered(self._client.build_request("GET", WISH))
+        return self._answered(self._client.build_request("GET", WISH), ANSWER_S)
 
     def put(self, path: Path, header: PartHeader) -> Wish:
         size = path.stat().st_size
+        within_s = ANSWER_S + size / LEAST_BYTES_PER_S
         with path.open("rb") as file:
             request = self._client.build_request(
                 "PUT",
                 PARTS,
                 content=iter(lambda: file.read(CHUNK_BYTES), b""),
                 headers={PART_HEADER: header.model_dump_json(), "Content-Length": str(size)},
-                timeout=ANSWER_S + size / LEAST_BYTES_PER_S,
+                timeout=within_s,
             )
-            return self._answered(request)
+            # Of the upload, and as long again for what the companion does with it.
+            return self._answered(request, 2 * within_s)
 
     def close(self) -> None:
         self._client.close()
 
-    def _answered(self, request: httpx.Request) -> Wish:
+    def _answered(self, request: httpx.Request, within_s: float) -> Wish:
+        # httpx's timeouts are for each part as it arrives: what trickles would never end.
+        deadline = time.monotonic() + within_s
         try:
             answer = self._client.send(request, stream=True)
             try:
                 data = bytearray()
-                for part in answer.iter_raw(CHUNK_BYTES):
+                for part in answer.iter_raw():
                     data += part
+                    if time.monotonic() > deadline:
+                        raise self._refused("no end in time")
                     if len(data) > MOST_ANSWER_BYTES:
                         raise self._refused("an answer that is too long")
             finally:
@@ -150,18 +157,26 @@ class RayLink(CompanionLink):
         self._actor = None
 
     def _answered(self, call: Any, patience_s: float) -> Wish:
+        from ray.exceptions import RayError
+
         from medusa_ppo.runtime.named_actors import answer_of, named_actor
 
         try:
             if self._actor is None:
                 self._actor = named_actor(self.address.removeprefix(RAY))
             return _wish(answer_of(call(self._actor), patience_s), self.address)
-        except MedusaError as error:
+        # Ray also raises where a call is only sent, for example when its object store is full.
+        except (MedusaError, RayError) as error:
             # At the next call another actor may have its name.
             self._actor = None
+            found = (
+                f"{error.problem} {error.given}"
+                if isinstance(error, MedusaError)
+                else f"{type(error).__name__}: {error}"
+            )
             raise CompanionError(
                 "The companion does not answer as it should.",
-                given=f"{self.address}: {error.problem} {error.given}",
+                given=f"{self.address}: {found}"[:1000],
                 expected="the actor that `companion_in_ray` started, in this Ray",
                 do="Check that it is running.",
             ) from error

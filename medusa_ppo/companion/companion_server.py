@@ -26,12 +26,14 @@ from heads.errors import CheckpointError, ConfigError, DataError, MedusaError
 from medusa_ppo.companion.companion_link import COMPANION_TOKEN, PART_HEADER, PARTS, STATUS, WISH
 from medusa_ppo.companion.desk import CompanionDesk
 from medusa_ppo.companion.parts_wire import PartHeader, read_message
-from medusa_ppo.runtime.guarded_server import GuardedServer
+from medusa_ppo.feeds.http_feed import ANSWER_S, LEAST_BYTES_PER_S
+from medusa_ppo.runtime.control_guard import secret_of
+from medusa_ppo.runtime.guarded_server import GuardedServer, too_slow, write_body
 
 
 def require_companion_token(host: str) -> None:
     """Raise ConfigError without a token, even on loopback: every request needs one."""
-    if not os.environ.get(COMPANION_TOKEN):
+    if not secret_of(COMPANION_TOKEN):
         raise ConfigError(
             "A standalone companion needs a token: whoever sends rows decides what heads learn.",
             given=f"--host {host}, no {COMPANION_TOKEN}",
@@ -83,27 +85,30 @@ class CompanionServer(GuardedServer):
             return PlainTextResponse(text, 413)
         if not await run_in_threadpool(self._desk.reserve, size):
             return PlainTextResponse("There is no room until other parts have arrived.", 503)
-        handle, path = tempfile.mkstemp(dir=self._desk.folder)
+        within_s = ANSWER_S + size / LEAST_BYTES_PER_S
+        path = ""
         room = size
         try:
-            count = 0
+            handle, path = tempfile.mkstemp(dir=self._desk.folder)
             with os.fdopen(handle, "wb") as file:
-                async for data in request.stream():
-                    count += len(data)
-                    if count > size:
-                        return PlainTextResponse("More bytes than Content-Length.", 400)
-                    await run_in_threadpool(file.write, data)
+                count = await write_body(request, file, size, within_s)
             if count != size:
-                return PlainTextResponse("Fewer bytes than Content-Length.", 400)
+                what = "More" if count > size else "Fewer"
+                return PlainTextResponse(f"{what} bytes than Content-Length.", 400)
             # The desk gives it back itself, when it counts the part as one that it holds.
             room = 0
             wish = await run_in_threadpool(self._desk.take, Path(path), header, size)
+        except TimeoutError:
+            return too_slow(within_s)
+        except OSError as error:
+            return PlainTextResponse(f"The part could not be stored here: {error}", 507)
         except (DataError, CheckpointError) as error:
             return PlainTextResponse(str(error)[:2000], 400)
         except MedusaError as error:
             return PlainTextResponse(str(error)[:2000], 500)
         finally:
-            Path(path).unlink(missing_ok=True)
+            if path:
+                Path(path).unlink(missing_ok=True)
             await run_in_threadpool(self._desk.give_back, room)
         return Response(wish.model_dump_json(), media_type="application/json")
 

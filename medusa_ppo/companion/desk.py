@@ -50,6 +50,8 @@ logger = logging.getLogger(__name__)
 FLOAT32_BYTES = 4
 INT64_BYTES = 8
 HEADER_ROOM = 1 << 16
+STEP = ("number", "policy_version", "tables_version", "ranks", "temperature")
+"""Fields of a part's header that are the same for all parts of a step."""
 
 
 class CompanionDesk:
@@ -77,6 +79,8 @@ class CompanionDesk:
         self._clock = clock
         self._lock = threading.Lock()
         self._parts: list[Part] = []
+        # A step that went before all its parts had come, and the processes that had sent theirs.
+        self._incomplete: tuple[tuple[Any, ...], set[int]] = ((), set())
         self._packed_tables: Any = None
         self._tables_version: int | None = None
         self._coming = 0
@@ -141,11 +145,7 @@ class CompanionDesk:
             raise
         with self._lock:
             self._coming -= reserved
-            if not self._together(part):
-                self._submit()
-            self._parts.append(part)
-            if len(self._parts) == header.ranks:
-                self._submit()
+            self._join(part)
         return self.wish()
 
     def _read(self, path: Path, header: PartHeader) -> Part:
@@ -239,17 +239,23 @@ class CompanionDesk:
         sketched = torch.tensor(sketch_rows(self._heads.vocab_size))
         return batch_token_ids(ids, sketched, *waiting)
 
-    def _together(self, part: Part) -> bool:
-        """Whether it belongs to the step of the waiting parts, and its process has not sent one
-        yet.
-        """
-        if not self._parts:
-            return True
-        first = self._parts[0].header
-        same = ("number", "policy_version", "tables_version", "ranks", "temperature")
-        return all(
-            getattr(first, name) == getattr(part.header, name) for name in same
-        ) and part.header.rank not in {other.header.rank for other in self._parts}
+    def _join(self, part: Part) -> None:
+        """Put a part to those of its step, or begin the next one with it."""
+        header = part.header
+        if not self._parts or not _together(self._parts, header):
+            step, sent = self._incomplete
+            if step == _step(header) and header.rank not in sent:
+                # It must not end the step that is waited for now.
+                if header.rows:
+                    self._drop(
+                        f"Rows of process {header.rank} came when the next step's had begun to"
+                        " come: nothing is learned from them."
+                    )
+                return
+            self._submit()
+        self._parts.append(part)
+        if len(self._parts) == header.ranks:
+            self._submit()
 
     def _submit(self) -> None:
         """Turn the waiting parts into a batch, if one of them has rows and the tables of their
@@ -259,6 +265,8 @@ class CompanionDesk:
         if not parts:
             return
         header = parts[0].header
+        if len(parts) < header.ranks:
+            self._incomplete = (_step(header), {part.header.rank for part in parts})
         whole = [part.tables for part in parts if isinstance(part.tables, tuple)]
         rows = [part.tables for part in parts if isinstance(part.tables, TableRows)]
         rowless = not any(part.header.rows for part in parts)
@@ -330,6 +338,17 @@ class CompanionDesk:
             # Less than an optimizer step's rows is not worth judging.
             rows = min(rows, max(in_time, self._config.batch_positions))
         return rows
+
+
+def _step(header: PartHeader) -> tuple[Any, ...]:
+    """Tells the step that a part belongs to from others."""
+    return tuple(getattr(header, name) for name in STEP)
+
+
+def _together(parts: list[Part], header: PartHeader) -> bool:
+    """Whether a part belongs to the step of these, and its process has not sent one yet."""
+    ranks = {other.header.rank for other in parts}
+    return _step(parts[0].header) == _step(header) and header.rank not in ranks
 
 
 def _table_bytes(tables: Tables | TableRows | None) -> int:

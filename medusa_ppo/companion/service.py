@@ -26,10 +26,11 @@ from typing import Any
 import torch
 
 from heads.checkpoint import checksum, load_state, save_heads, save_state
-from heads.errors import CheckpointError, CompanionError, FeedError
+from heads.errors import CheckpointError, CompanionError
 from heads.tensorfile import crc
 from medusa_ppo.companion.batch_queue import BatchQueue
 from medusa_ppo.companion.cycle import Cycle, CycleReport
+from medusa_ppo.companion.feeder import Feeder, Offer
 from medusa_ppo.companion.giving_way import Pace
 from medusa_ppo.companion.parts_wire import with_logprobs
 from medusa_ppo.companion.wire import (
@@ -137,8 +138,8 @@ class CompanionService:
         self._published: PublishedHeads | None = None
         # The serving heads are not yet where the engine takes them from.
         self._unwritten = False
-        self._feed = open_feed(config.feed) if config.feed else None
-        self._fed_version = 0
+        self._feeder = Feeder(open_feed(config.feed)) if config.feed else None
+        self._offered_version = 0
         self._judged = Judged()
         # The last tables to arrive, and those that the trainer uses; None: none have arrived.
         self._tables: Any = None
@@ -151,6 +152,8 @@ class CompanionService:
         self._train_s = self._worked_s = self._cpu_since_s = 0.0
         self._wanted_since_s = math.nan
         self._busy_since: float | None = None
+        # Seconds of training on a batch whose files are being written; None: it still trains.
+        self._took_s: float | None = None
         self._takes_turns = arguments.takes_turns and self._hears_loop
         self._wanted_last_s = math.nan
         # The process's and the machine's counts when the training thread began to wait; None: it
@@ -264,6 +267,8 @@ class CompanionService:
             self._go_on_from(version, state)
             # Never judged against the engine's heads.
             self._published = None
+            if self._feeder is not None:
+                self._feeder.offer(None)
             self._unwritten = False
             self._follows = version
             # Otherwise a restart would bring back the heads that the engine did without.
@@ -292,11 +297,7 @@ class CompanionService:
         cycle = self._cycle
         trainer = self._cycle.trainer
         rows: dict[str, Any] = dict(cycle.rows)
-        running_s = (
-            0.0
-            if self._busy_since is None
-            else time.monotonic() - self._busy_since - self._pace.waited_s
-        )
+        running_s = self._training_s()
         found = self._found
         self._found = ""
         return CompanionStatus(
@@ -316,7 +317,10 @@ class CompanionService:
             last_loss=cycle.last_loss,
             last_policy_version=cycle.last_policy_version,
             **rows,
-            error=self._error or found or self._note,
+            error=self._error
+            or found
+            or self._note
+            or (self._feeder.problem if self._feeder is not None else ""),
             losses=cycle.last_losses,
             passes=cycle.passes,
             judged=cycle.judged,
@@ -351,9 +355,12 @@ class CompanionService:
             return sum(tensor.nbytes for tensor in self._cycle.state_dict(copied=False).values())
 
     def close(self) -> None:
-        """Stop the training thread after its current batch."""
+        """Stop the training thread after its current batch, and the feed's after its version."""
+        ends_s = time.monotonic() + LAST_BATCH_S
         self._queue.close()
         self._thread.join(timeout=LAST_BATCH_S)
+        if self._feeder is not None:
+            self._feeder.close(max(0.0, ends_s - time.monotonic()))
         if self._home is not None:
             self._ends = True
             self._home.close()
@@ -363,6 +370,7 @@ class CompanionService:
 
     def _run(self) -> None:
         while (batch := self._queue.get()) is not None:
+            self._took_s = None
             self._busy_since = time.monotonic()
             self._cpu_since_s = time.process_time()
             self._wanted_since_s = cores_wanted_s()
@@ -372,6 +380,7 @@ class CompanionService:
                     if self._config.offload:
                         self._cycle.move_to(self._device)
                     report = self._learn(batch)
+                    self._took_s = self._training_s()
                 self._error = ""
                 self._note = report.problem
                 self._unsaved += 1
@@ -385,7 +394,7 @@ class CompanionService:
                 # After every batch, so that a version is written once there is room for it.
                 self._tried(UNWRITTEN, self._publish_unwritten)
                 # After every batch, so that a feed that was unavailable gets what it missed.
-                self._tried("The new heads could not be put into the feed", self._feed_newest)
+                self._feed_newest()
             except Exception as error:
                 # One bad batch must not end the companion; the status reports it, and the next one
                 # comes.
@@ -397,9 +406,10 @@ class CompanionService:
                 )
                 self._error = f"{type(error).__name__}: {error}"
             finally:
+                took_s = self._took_s = self._training_s()
                 # Here, where the error and what its frames hold are gone.
                 self._rest_anyway()
-                took_s = time.monotonic() - self._busy_since - self._pace.take_waited_s()
+                self._pace.take_waited_s()
                 self._leave_out_turn()
                 self._train_s, self._worked_s = (
                     self._train_s + took_s,
@@ -412,6 +422,16 @@ class CompanionService:
                 with self._idle:
                     self._outstanding -= 1
                     self._idle.notify_all()
+
+    def _training_s(self) -> float:
+        """Seconds of training on the current batch so far. Files don't count: they take as long as
+        the disk does, and nothing of a GPU.
+        """
+        # Both once: the training thread may end the batch meanwhile.
+        since, took_s = self._busy_since, self._took_s
+        if since is None:
+            return 0.0
+        return time.monotonic() - since - self._pace.waited_s if took_s is None else took_s
 
     def _work_s(self, took_s: float) -> float:
         """The part of a batch's training time that others could have used. On a CPU this excludes
@@ -593,16 +613,16 @@ class CompanionService:
         return path
 
     def _feed_newest(self) -> None:
-        """Put the last published version into the feed, if there is a feed that lacks it."""
+        """Have the last published version put into the feed, if there is a feed that lacks it."""
         published = self._published
-        if self._feed is None or published is None or published.version == self._fed_version:
+        if self._feeder is None:
             return
-        found = self._feed.manifest()
-        newest = found.versions[-1:] if found is not None else []
-        # After a crash it may already be there.
-        if [version.checksum for version in newest] != [published.checksum]:
-            self._feed.publish(Path(published.path), self._release(published.version))
-        self._fed_version = published.version
+        if published is None or published.version == self._offered_version:
+            self._feeder.again()
+            return
+        self._offered_version = published.version
+        release = self._release(published.version)
+        self._feeder.offer(Offer(Path(published.path), published.checksum, release))
 
     def _release(self, version: int) -> Release:
         """What a feed is told of the serving heads."""
@@ -632,12 +652,12 @@ class CompanionService:
         forget_oldest(folder, "v[0-9]*")
 
     def _tried(self, what: str, write: Callable[[], object]) -> None:
-        """Report a file that can't be written (a full or read-only disk, an unavailable feed, a
-        folder of heads that was damaged) in the status; training continues.
+        """Report a file that can't be written (a full or read-only disk, a folder of heads that was
+        damaged) in the status; training continues.
         """
         try:
             write()
-        except (OSError, FeedError, CheckpointError) as error:
+        except (OSError, CheckpointError) as error:
             self._note = f"{what}: {error}"
             logger.warning("%s; training continues.", self._note)
 
@@ -682,26 +702,28 @@ class CompanionService:
         self._adopt_newest()
         self._unwritten = self._cycle.version > 0
         self._tried(UNWRITTEN, self._publish_unwritten)
-        self._tried("The first heads could not be put into the feed", self._feed_first)
+        self._tried("The first heads could not be written for the feed", self._feed_first)
         self._tried(
             "The companion could not mark its start",
             lambda: write_atomic(marker, arguments.publish_dir),
         )
 
     def _feed_first(self) -> None:
-        """Put trained heads into a feed that has none yet, although no gate has judged them: a deep
-        sleep before the first version takes from engines those that they started with.
+        """Have trained heads put into a feed that has none yet, although no gate has judged them: a
+        deep sleep before the first version takes from engines those that they started with.
         """
-        if self._feed is None or self._feed.manifest() is not None:
+        if self._feeder is None:
             return
-        if self._published is not None:
-            self._feed_newest()
-        elif self._cycle.version == 0 and not self._cycle.serving.untrained:
-            path = self._publish_dir / "start.safetensors"
-            save_state(path, self._cycle.serving.trainable_state(copied=False))
+        cycle, published = self._cycle, self._published
+        if published is not None:
+            release = self._release(published.version)
+            offered = Offer(Path(published.path), published.checksum, release, first=True)
+            self._feeder.offer(offered)
+        elif cycle.version == 0 and not cycle.serving.untrained:
+            path = self._write_serving()
             # The first version that the gate lets through has the feed's next number.
-            self._feed.publish(path, self._release(1))
-            path.unlink()
+            digest = checksum(cycle.serving.trainable_state(copied=False))
+            self._feeder.offer(Offer(path, digest, self._release(1), first=True))
 
     def _remove_unfinished(self) -> None:
         # The loop writes into the last one as well.

@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from heads.checkpoint import beyond_bounds
 from heads.errors import CheckpointError, ConfigError, FeedError
 from heads.heads_config import HeadsConfig
 from heads.tensorfile import MAX_HEADS_HEADER_BYTES, parse_json
@@ -78,9 +79,12 @@ class FeedActor(_Record):
     def config(self) -> HeadsConfig:
         """The sizes as a HeadsConfig. Raises FeedError if `heads` are not valid."""
         try:
-            return HeadsConfig.from_dict(self.heads)
+            config = HeadsConfig.from_dict(self.heads)
         except (ConfigError, TypeError, AttributeError) as error:
             raise damaged("heads", str(error)) from error
+        if faults := beyond_bounds(config):
+            raise damaged("heads", "; ".join(faults))
+        return config
 
     def most_bytes(self) -> int:
         """Largest size of a file with heads of these sizes in float32 with the longest header."""

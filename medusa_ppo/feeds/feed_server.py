@@ -7,7 +7,6 @@ PUT /versions                                 a new version; only with the token
 from __future__ import annotations
 
 import os
-import tempfile
 import threading
 from pathlib import Path
 
@@ -20,11 +19,20 @@ from starlette.routing import Route
 from heads.errors import MedusaError
 from medusa_ppo.feeds.feed_manifest import MANIFEST, FeedVersion, Release
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from medusa_ppo.feeds.http_feed import FEED_TOKEN, RELEASE_HEADER, VERSIONS
+from medusa_ppo.feeds.http_feed import (
+    ANSWER_S,
+    FEED_TOKEN,
+    LEAST_BYTES_PER_S,
+    RELEASE_HEADER,
+    VERSIONS,
+)
+from medusa_ppo.runtime.control_guard import secret_of
 from medusa_ppo.runtime.guarded_server import (
     GuardedServer,
     require_free_address,
     require_token_beyond_loopback,
+    too_slow,
+    write_body,
 )
 
 
@@ -50,7 +58,7 @@ class FeedServer(GuardedServer):
         require_free_address(host, port)
         self._feed = FolderFeed(folder)
         self._turn = threading.Lock()
-        self._may_publish = bool(os.environ.get(FEED_TOKEN))
+        self._may_publish = bool(secret_of(FEED_TOKEN))
         routes = [
             Route(f"/{MANIFEST}", self._manifest),
             Route(f"/{VERSIONS}", self._take, methods=["PUT"]),
@@ -89,20 +97,26 @@ class FeedServer(GuardedServer):
             most = release.actor.most_bytes()
         except (ValidationError, MedusaError) as error:
             return PlainTextResponse(f"{RELEASE_HEADER}: {error}"[:1000], status_code=400)
-        with tempfile.TemporaryDirectory(prefix="medusa-ppo-feed-") as folder:
-            path = Path(folder) / "incoming"
-            count = 0
-            with path.open("wb") as file:
-                async for part in request.stream():
-                    count += len(part)
-                    if count > most:
-                        text = f"More than the {most} bytes of such heads."
-                        return PlainTextResponse(text, status_code=413)
-                    await run_in_threadpool(file.write, part)
-            try:
-                version = await run_in_threadpool(self._publish, path, release)
-            except MedusaError as error:
-                return PlainTextResponse(str(error), status_code=409)
+        within_s = ANSWER_S + most / LEAST_BYTES_PER_S
+        path = None
+        try:
+            handle, path = await run_in_threadpool(self._feed.begin_file)
+            with os.fdopen(handle, "wb") as file:
+                count = await write_body(request, file, most, within_s)
+            if count > most:
+                text = f"More than the {most} bytes of such heads."
+                return PlainTextResponse(text, status_code=413)
+            version = await run_in_threadpool(self._publish, path, release)
+        except TimeoutError:
+            return too_slow(within_s)
+        except OSError as error:
+            text = f"The version could not be stored here: {error}"
+            return PlainTextResponse(text, status_code=507)
+        except MedusaError as error:
+            return PlainTextResponse(str(error), status_code=409)
+        finally:
+            if path is not None:
+                path.unlink(missing_ok=True)
         return Response(version.model_dump_json(), media_type="application/json")
 
     def _publish(self, path: Path, release: Release) -> FeedVersion:

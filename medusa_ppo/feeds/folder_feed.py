@@ -42,11 +42,12 @@ class FolderFeed(Feed):
         self.address = str(folder)
 
     def read(self) -> bytes | None:
-        path = self.folder / MANIFEST
-        if not self.folder.is_dir() or not os.path.lexists(path):
-            return None
         try:
-            return read_regular(file_inside(self.folder, MANIFEST), MOST_MANIFEST_BYTES)
+            # Not `exists`, for which a file that may not be read is missing.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.lstat(self.folder / MANIFEST)
+                return read_regular(file_inside(self.folder, MANIFEST), MOST_MANIFEST_BYTES)
+            return None
         except (CheckpointError, OSError) as error:
             raise self._unreadable(MANIFEST, error) from error
 
@@ -65,7 +66,6 @@ class FolderFeed(Feed):
         found = self.manifest()
         number = next_number(found, release, self.address)
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
             version = self._take_in(path, number, tensors, release)
             manifest = with_version(found, version, release)
             write_atomic(self.folder / MANIFEST, manifest.model_dump_json(indent=1) + "\n")
@@ -82,9 +82,17 @@ class FolderFeed(Feed):
     def close(self) -> None:
         """Nothing to release."""
 
+    def begin_file(self) -> tuple[int, Path]:
+        """An open new file in the feed's folder, and its path. No reader sees it; one that is left
+        there is removed in time.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        handle, path = tempfile.mkstemp(prefix=COPIED, dir=self.folder)
+        return handle, Path(path)
+
     def _take_in(self, path: Path, number: int, tensors: str, release: Release) -> FeedVersion:
         """Copy a file into the feed, named by its digest."""
-        handle, temporary = tempfile.mkstemp(prefix=COPIED, dir=self.folder)
+        handle, temporary = self.begin_file()
         try:
             self._forget_unfinished(os.fstat(handle).st_mtime)
             with path.open("rb") as source, os.fdopen(handle, "wb") as copy:
@@ -92,14 +100,14 @@ class FolderFeed(Feed):
                 copy.flush()
                 # Synced before the rename, which might otherwise reach the disk before the bytes.
                 os.fsync(copy.fileno())
-            with open(temporary, "rb") as copied:
+            with temporary.open("rb") as copied:
                 digest = hashlib.file_digest(copied, "sha256").hexdigest()
             size = os.path.getsize(temporary)
             version = described(number, size, digest, tensors, release)
             os.chmod(temporary, 0o644)  # mkstemp makes a private file, but other users read heads.
             os.replace(temporary, self.folder / version.file)
         finally:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
         return version
 
     def _forget_all_but(self, manifest: FeedManifest) -> None:
@@ -121,6 +129,6 @@ class FolderFeed(Feed):
         return FeedError(
             "The feed's folder can't be read.",
             given=f"{self.address}: {file}: {reason}",
-            expected="a plain file",
+            expected="a plain file that this process may read",
             do="Inspect the folder, and publish again.",
         )

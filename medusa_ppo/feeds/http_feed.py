@@ -4,10 +4,10 @@ of feed by its address.
 
 from __future__ import annotations
 
-import os
+import logging
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,14 @@ from medusa_ppo.feeds.feed_manifest import (
     MANIFEST,
     MOST_MANIFEST_BYTES,
     FeedActor,
+    FeedManifest,
     FeedVersion,
     Release,
 )
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from medusa_ppo.runtime.control_guard import LOOPBACK, token_header
+from medusa_ppo.runtime.control_guard import LOOPBACK, secret_of, token_header
+
+logger = logging.getLogger(__name__)
 
 FEED_TOKEN = "MEDUSA_PPO_FEED_TOKEN"
 """Environment variable with a feed's secret. It is not the one for an engine's control routes:
@@ -68,8 +71,11 @@ def token_client(url: httpx.URL, token_name: str, timeout_s: float) -> httpx.Cli
     Args:
         token_name: environment variable of the server's secret.
         timeout_s: for each part of an answer, unless a request sets its own.
+
+    Raises:
+        ConfigError: `secret_of`.
     """
-    token = os.environ.get(token_name)
+    token = secret_of(token_name)
     return httpx.Client(
         base_url=url,
         # Compressed data is refused, because it could expand to any size.
@@ -87,8 +93,9 @@ def absolute(address: str) -> str:
     return address if elsewhere else str(Path(address).absolute())
 
 
-def require_feed(address: str, actor: FeedActor) -> None:
-    """Check a feed before anything is published.
+def require_feed(address: str, actor: FeedActor) -> FeedManifest | None:
+    """Check a feed before anything is published. Returns its manifest; None: nothing has been
+    published yet.
 
     Raises:
         ConfigError: the address is invalid.
@@ -98,8 +105,22 @@ def require_feed(address: str, actor: FeedActor) -> None:
     try:
         if (found := feed.manifest()) is not None:
             found.actor.require_same(actor, feed.address)
+        return found
     finally:
         feed.close()
+
+
+def warn_of_earlier(found: FeedManifest | None, address: str) -> None:
+    """Say that a feed has versions of an earlier run, which a new one does not go on from."""
+    if found is not None and found.versions:
+        logger.warning(
+            "The feed %s has versions of this actor, the newest is %d. The first version of this"
+            " run takes its place in all engines, though it may be worse: the run does not go on"
+            " from them. Name an empty feed, or begin with heads that were trained before"
+            " (heads.path).",
+            address,
+            found.newest,
+        )
 
 
 def _no_address(given: str) -> ConfigError:
@@ -116,7 +137,7 @@ class HttpFeed(Feed):
     """A feed behind HTTP (`token_client`)."""
 
     def __init__(self, address: str) -> None:
-        """Raises ConfigError for an address that is not a URL."""
+        """Raises ConfigError for an address that is not a URL, or a token that can't be sent."""
         try:
             url = httpx.URL(address.rstrip("/") + "/")
         except httpx.InvalidURL as error:
@@ -142,39 +163,54 @@ class HttpFeed(Feed):
 
     def publish(self, path: Path, release: Release) -> FeedVersion:
         size = path.stat().st_size
+        within_s = ANSWER_S + size / LEAST_BYTES_PER_S
+        # Of the upload, and as long again for the server to check and store it.
+        deadline = time.monotonic() + 2 * within_s
         try:
             with path.open("rb") as file:
-                answer = self._client.put(
+                parts = iter(lambda: file.read(CHUNK_BYTES), b"")
+                with self._client.stream(
+                    "PUT",
                     VERSIONS,
-                    content=iter(lambda: file.read(CHUNK_BYTES), b""),
+                    content=self._in_time(VERSIONS, parts, deadline),
                     headers={
                         RELEASE_HEADER: release.model_dump_json(),
                         "Content-Length": str(size),
                     },
-                    timeout=ANSWER_S + size / LEAST_BYTES_PER_S,
-                )
-                answer.raise_for_status()
-                return FeedVersion.model_validate_json(answer.content)
-        except httpx.HTTPStatusError as error:
-            text = error.response.text[:500]
-            raise self._unreachable(VERSIONS, f"{error.response.status_code} {text}") from error
+                    timeout=within_s,
+                ) as answer:
+                    data = bytearray()
+                    for part in self._in_time(VERSIONS, answer.iter_raw(), deadline):
+                        data += part
+                        if len(data) > MOST_MANIFEST_BYTES:
+                            raise self._unreachable(VERSIONS, "an answer that is too long")
+            if answer.status_code != httpx.codes.OK:
+                text = data[:500].decode(errors="replace")
+                raise self._unreachable(VERSIONS, f"{answer.status_code} {text}")
+            return FeedVersion.model_validate_json(bytes(data))
         except (httpx.HTTPError, httpx.InvalidURL, ValidationError) as error:
             raise self._unreachable(VERSIONS, repr(error)) from error
+
+    def _in_time(self, name: str, parts: Iterable[bytes], deadline: float) -> Iterator[bytes]:
+        """The same parts, until they take too long. httpx's timeouts are for each part as it
+        arrives, so what trickles would never end; and in parts of a given size it gives nothing
+        until one is full.
+        """
+        for part in parts:
+            if time.monotonic() > deadline:
+                raise self._unreachable(name, "no end in time")
+            yield part
 
     def _parts(
         self, name: str, within_s: float, *, missing_is_empty: bool = False
     ) -> Iterator[bytes]:
-        # httpx's timeout is per read: an answer that trickles in would never end.
         deadline = time.monotonic() + within_s
         try:
             with self._client.stream("GET", name) as answer:
                 if answer.status_code == httpx.codes.NOT_FOUND and missing_is_empty:
                     return
                 answer.raise_for_status()
-                for part in answer.iter_raw(CHUNK_BYTES):
-                    if time.monotonic() > deadline:
-                        raise self._unreachable(name, f"no end within {within_s:.0f} s")
-                    yield part
+                yield from self._in_time(name, answer.iter_raw(), deadline)
         except httpx.HTTPStatusError as error:
             raise self._unreachable(name, str(error.response.status_code)) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:

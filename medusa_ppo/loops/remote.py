@@ -40,7 +40,7 @@ from medusa_ppo.loops.passes import RowTap
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table
 from medusa_ppo.reports.run_files import HEADS_FOLDER
 from medusa_ppo.reports.store import RunWriter, refuse_second_writer
-from medusa_ppo.runtime.control_guard import GUARD, TOKEN
+from medusa_ppo.runtime.control_guard import GUARD, TOKEN, secret_of
 from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.processes import on_one_node
 from medusa_ppo.runtime.state_receiver import RECEIVER
@@ -451,7 +451,7 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
             who reaches it could replace the actor.
         CheckpointError: the folder of the heads holds something else.
     """
-    if host not in (HOST, "localhost", "::1") and not os.environ.get(TOKEN):
+    if host not in (HOST, "localhost", "::1") and not secret_of(TOKEN):
         raise ConfigError(
             "A server that other machines reach needs a token: its control routes replace the"
             " actor's weights.",

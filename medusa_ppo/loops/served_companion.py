@@ -17,8 +17,9 @@ from typing import Any
 
 import ray
 
-from heads.checkpoint import load_heads, refuse_foreign_folder, save_heads
-from heads.errors import CompanionError, ConfigError, DataError
+from heads.checkpoint import load_heads, load_state, refuse_foreign_folder, save_heads
+from heads.errors import CheckpointError, CompanionError, ConfigError, DataError, FeedError
+from heads.modules import MedusaHeads
 from medusa_ppo.companion.companion_link import RAY, open_link
 from medusa_ppo.companion.companion_server import CompanionServer, require_companion_token
 from medusa_ppo.companion.desk import CompanionDesk
@@ -30,8 +31,9 @@ from medusa_ppo.companion.without_gpu import gpus_left
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.engines.launch import draft_vocabulary
-from medusa_ppo.feeds.feed_manifest import FeedActor
-from medusa_ppo.feeds.http_feed import absolute, require_feed
+from medusa_ppo.feeds.feed import verify
+from medusa_ppo.feeds.feed_manifest import FeedActor, FeedManifest
+from medusa_ppo.feeds.http_feed import absolute, open_feed, require_feed, warn_of_earlier
 from medusa_ppo.loops.remote import read_tables
 from medusa_ppo.plugin.medusa_plugin import heads_for_table
 from medusa_ppo.runtime.files import OwnedFolder, only_one_in
@@ -75,16 +77,22 @@ def _arguments(
         )
     refuse_foreign_folder(heads)
     lm_head_VD, embedding_VD = read_tables(model)
-    if (heads / "config.json").is_file():
+    start = config.heads.path or "zero"
+    made = not (heads / "config.json").is_file()
+    if made:
+        initial = heads_for_table(config, lm_head_VD)
+    else:
         vocab_size, hidden_size = lm_head_VD.shape
         initial, _ = load_heads(heads, hidden_size=hidden_size, vocab_size=vocab_size)
-    else:
-        initial = heads_for_table(config, lm_head_VD)
-        save_heads(
-            heads, initial, lm_head_VD=lm_head_VD, metadata={"start": config.heads.path or "zero"}
-        )
     address = absolute(section.feed)
-    require_feed(address, FeedActor.of(initial.config, lm_head_VD))
+    found = require_feed(address, FeedActor.of(initial.config, lm_head_VD))
+    if out is None or not (out / SAVED / STATE_FILE).is_file():
+        if initial.untrained and found is not None and _take_newest(initial, found, address):
+            start = f"version {found.newest} of the feed"
+        else:
+            warn_of_earlier(found, address)
+    if made:
+        save_heads(heads, initial, lm_head_VD=lm_head_VD, metadata={"start": start})
     gpus = section.num_gpus
     if gpus is None:
         gpus = companion_gpus(find_hardware().gpus, 1)
@@ -101,6 +109,29 @@ def _arguments(
         draft_vocab=draft_vocabulary(config.engine, initial.config),
     )
     return arguments, (lm_head_VD, embedding_VD if initial.config.needs_embedding else None)
+
+
+def _take_newest(initial: MedusaHeads, found: FeedManifest, address: str) -> bool:
+    """Begin with a feed's newest version instead of untrained heads: the first version that beats
+    those would take its place in all engines. False if there is none, or it can't be used.
+    """
+    if not found.versions:
+        return False
+    feed = open_feed(address)
+    folder = OwnedFolder("medusa-ppo-start-", shared_memory=True)
+    try:
+        state = load_state(verify(feed, found.versions[-1], found.actor, folder.path))
+        initial.load_trainable_state(
+            {name: value.to(initial.dtype) for name, value in state.items()}
+        )
+    except (FeedError, CheckpointError, OSError) as error:
+        logger.warning("The companion can't begin with the feed's newest version. %s", error)
+        return False
+    finally:
+        folder.close()
+        feed.close()
+    logger.info("The companion goes on from version %d of its feed.", found.newest)
+    return True
 
 
 class _Desk:
@@ -225,16 +256,18 @@ class _DeskActor:
                 do="Nothing: the loop goes on, and the next steps' rows have room again.",
             )
         room = size
-        handle, name = tempfile.mkstemp(dir=desk.folder)
-        path = Path(name)
+        path = None
         try:
+            handle, name = tempfile.mkstemp(dir=desk.folder)
+            path = Path(name)
             with os.fdopen(handle, "wb") as file:
                 file.write(content)
             # The desk gives it back itself, when it counts the part as one that it holds.
             room = 0
             return desk.take(path, told, size).model_dump_json()
         finally:
-            path.unlink(missing_ok=True)
+            if path is not None:
+                path.unlink(missing_ok=True)
             desk.give_back(room)
 
     def drain(self, timeout_s: float) -> bool:

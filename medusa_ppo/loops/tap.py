@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from heads.errors import CompanionError, ConfigError, DataError, MedusaError, ModelError
+from heads.errors import CompanionError, ConfigError, DataError, ModelError
 from medusa_ppo.actors.actor_tables import adapters_in_use
 from medusa_ppo.actors.hf import HFActor, StatesHook
 from medusa_ppo.companion.companion_link import CompanionLink, open_link
@@ -535,8 +535,8 @@ class _Sender:
                 self.wish = wish
                 self.sent += parcel is not None
                 self.problem = ""
-            # Everything is caught, because the loop must continue.
-            except (MedusaError, OSError) as error:
+            # Everything is caught: the loop must go on, and nobody would begin this thread again.
+            except Exception as error:
                 self._failed(error, parcel)
 
     def _put(self, parcel: _Parcel) -> Wish:

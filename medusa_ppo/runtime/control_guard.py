@@ -7,6 +7,8 @@ import os
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from heads.errors import ConfigError
+
 GUARD = "medusa_ppo.runtime.control_guard.ControlGuard"
 TOKEN = "MEDUSA_PPO_TOKEN"
 """Environment variable of the secret without which a server answers no control request."""
@@ -18,11 +20,27 @@ GUARDED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 """These also change what the server serves."""
 
 
+def secret_of(name: str) -> str:
+    """The secret in an environment variable, without white space around it, which files of secrets
+    often end with; empty if there is none. Raises ConfigError for one that no header can carry:
+    errors of HTTP libraries quote it.
+    """
+    secret = os.environ.get(name, "").strip()
+    if not (secret.isascii() and secret.isprintable()):
+        raise ConfigError(
+            "A token has characters that cannot be sent.",
+            given=f"{name}, whose value stays secret",
+            expected="printable ASCII characters",
+            do=f"export {name}=$(openssl rand -hex 32), the same for all who use it.",
+        )
+    return secret
+
+
 def token_header(token: str | None = None) -> dict[str, str]:
     """The header that opens a server's control routes: from `token`, or from the environment; empty
     if there is none.
     """
-    token = token or os.environ.get(TOKEN, "")
+    token = token or secret_of(TOKEN)
     return {"Authorization": f"Bearer {token}"} if token else {}
 
 

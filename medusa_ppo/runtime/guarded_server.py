@@ -1,23 +1,31 @@
 """A small HTTP server of ours: on loopback unless told otherwise, and behind a token if there is
-one.
+one. It waits for nobody without end: a peer that lost its power says no word of it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import errno
-import os
 import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import IO, Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from heads.errors import ConfigError
-from medusa_ppo.runtime.control_guard import LOOPBACK, ControlGuard
+from medusa_ppo.runtime.control_guard import LOOPBACK, ControlGuard, secret_of
 
 MOST_CONNECTIONS = 256
+REQUEST_S = 10
+"""Seconds within which a connection has to send a request, and in which requests are still answered
+when the server stops.
+"""
 
 
 def require_token_beyond_loopback(host: str, token_name: str, problem: str, whose: str) -> None:
@@ -28,7 +36,7 @@ def require_token_beyond_loopback(host: str, token_name: str, problem: str, whos
         problem: what others could do without it.
         whose: other users of the token, in words.
     """
-    if host not in LOOPBACK and not os.environ.get(token_name):
+    if host not in LOOPBACK and not secret_of(token_name):
         raise ConfigError(
             problem,
             given=f"--host {host}, no {token_name}",
@@ -73,6 +81,47 @@ def require_free_address(host: str, port: int) -> None:
         )
 
 
+async def write_body(request: Request, file: IO[bytes], most: int, within_s: float) -> int:
+    """Write a request's body into a file. Returns the number of bytes that came; once it is over
+    `most`, the rest is not read. Raises TimeoutError if it has not ended in time.
+    """
+    count = 0
+    async with asyncio.timeout(within_s):
+        async for part in request.stream():
+            count += len(part)
+            if count > most:
+                break
+            await run_in_threadpool(file.write, part)
+    return count
+
+
+def too_slow(within_s: float) -> Response:
+    """The answer to a body that did not come in time. What there is of it still is not read."""
+    text = f"No end of the request within {within_s:.0f} s."
+    return PlainTextResponse(text, 408, headers={"Connection": "close"})
+
+
+class _Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # Chosen when imported.
+    """Closes when no request comes: uvicorn waits for the first one, and for the rest of one whose
+    headers have begun, as long as the peer likes, and a few hundred such connections would keep out
+    everybody else.
+    """
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self.loop.call_later(REQUEST_S, self._look, None)
+
+    def _look(self, before: Any) -> None:
+        """`before`: the last request as of the previous look, if it had been answered then."""
+        if self.transport.is_closing():
+            return
+        answered = self.cycle is None or self.cycle.response_complete
+        if answered and self.cycle is before:
+            self.transport.close()
+            return
+        self.loop.call_later(REQUEST_S, self._look, self.cycle if answered else self)
+
+
 class GuardedServer:
     """Runs an ASGI application with these routes. With a token in the environment it answers 401 to
     anyone without it.
@@ -83,8 +132,11 @@ class GuardedServer:
         Args:
             port: 0: any free one.
             token_name: environment variable of the secret.
+
+        Raises:
+            ConfigError: `secret_of`.
         """
-        token = os.environ.get(token_name)
+        token = secret_of(token_name)
         app: Any = Starlette(routes=list(routes))
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -93,7 +145,9 @@ class GuardedServer:
                 port=port,
                 log_level="warning",
                 access_log=False,
+                http=_Connection,
                 limit_concurrency=MOST_CONNECTIONS,
+                timeout_graceful_shutdown=REQUEST_S,
                 server_header=False,
                 lifespan="off",
             )
@@ -104,7 +158,7 @@ class GuardedServer:
         self._server.run()
 
     def stop(self) -> None:
-        """Stop after answering current requests."""
+        """Stop after answering current requests, of which it waits `REQUEST_S` for the last."""
         self._server.should_exit = True
 
     @property

@@ -17,7 +17,8 @@ NAMESPACE = "medusa-ppo"
 
 def join_ray() -> None:
     """Connect this process to the Ray at RAY_ADDRESS, or to the one on its node, unless it is
-    already connected. Raises RunError if there is none.
+    already connected. From then on it ends with that Ray: Ray ends a process whose head does not
+    answer for a minute, from C++. Raises RunError if there is none.
     """
     if ray.is_initialized():
         return

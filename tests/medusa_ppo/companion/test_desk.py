@@ -30,7 +30,7 @@ from medusa_ppo.companion.companion_server import CompanionServer, plain
 from medusa_ppo.companion.desk import CompanionDesk
 from medusa_ppo.companion.parts_wire import PartHeader, Tables, batch_tensors, write_part
 from medusa_ppo.companion.positions import ROW_BYTES, EarlySample, block_rows
-from medusa_ppo.companion.wire import ServiceArguments
+from medusa_ppo.companion.wire import ServiceArguments, unpack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.feeds.folder_feed import FolderFeed
@@ -113,6 +113,7 @@ def test_heads_learn_from_parts_and_reach_the_feed(
         assert desk.drain(60)
     status = desk.status()
     assert status.batches_trained == 8 and not status.error
+    assert desk._service._feeder.drain(60)
     manifest = FolderFeed(tmp_path / "feed").manifest()
     assert manifest is not None
     length = manifest.versions[-1].judged.mean_acceptance_length
@@ -132,6 +133,28 @@ def test_parts_of_all_processes_become_one_batch(desk: CompanionDesk, task: Chai
     put(desk, part_of(task), tables, header(1, ranks=3, rank=0))
     put(desk, part_of(task), tables, header(2, ranks=3, rank=0))
     assert received(desk) == 2
+
+
+def test_a_late_part_is_dropped_alone(desk: CompanionDesk, task: ChainTask) -> None:
+    """It broke up the next step: what had come of that one went alone, and the rest by itself."""
+    tables = task.lm_head_VD, None
+    sizes: list[int] = []
+    desk._service.submit = lambda packed, *_, **__: sizes.append(  # type: ignore[method-assign]
+        unpack(packed).lengths_S.numel()
+    )
+    order = [(1, 0), (1, 1), (2, 0), (1, 2), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2)]
+    for number, rank in order:
+        put(desk, part_of(task), None if rank else tables, header(number, ranks=3, rank=rank))
+    one = part_of(task).lengths_S.numel()
+    assert sizes == [2 * one, 3 * one, 3 * one]
+    assert desk.status().batches_dropped == 1
+    # One that begins to send anew after its restart, with the numbers of before, is not late.
+    put(desk, part_of(task), tables, header(4, ranks=3, rank=0))
+    for _ in range(2):
+        put(desk, part_of(task), tables, header(5, ranks=3, rank=0))
+    put(desk, part_of(task), None, header(5, ranks=3, rank=1))
+    put(desk, part_of(task), None, header(5, ranks=3, rank=2))
+    assert sizes[3:] == [one, one, 3 * one] and desk.status().batches_dropped == 1
 
 
 def test_rows_without_their_tables_are_not_learned_from(
@@ -374,6 +397,42 @@ def test_bad_requests_take_no_memory_and_change_nothing(
     desk.give_back(desk.most_bytes)
     assert received(desk) == 0 and not list(desk.folder.glob("tmp*"))
     assert answer(whole, good) == 200
+
+
+def test_a_part_that_never_ends_is_given_up(
+    served: tuple[CompanionDesk, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a node that lost its power; its file and its room were kept for ever."""
+    monkeypatch.setattr("medusa_ppo.companion.companion_server.ANSWER_S", 1.0)
+    desk, address = served
+    host, port = address.removeprefix("http://").split(":")
+    told = {
+        "Authorization": "Bearer a secret of this test",
+        PART_HEADER: header().model_dump_json(),
+        "Content-Length": "5000",
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+    with socket.create_connection((host, int(port))) as peer:
+        peer.settimeout(60)
+        peer.sendall(f"PUT /parts HTTP/1.1\r\nHost: x\r\n{lines}\r\n".encode() + b"x" * 1000)
+        heard = b""
+        while part := peer.recv(4096):
+            heard += part
+        assert b" 408 " in heard
+    assert until(lambda: not desk._coming, 30) and not list(desk.folder.glob("tmp*"))
+
+
+def test_a_part_that_finds_no_room_on_the_disk_gives_its_room_back(
+    served: tuple[CompanionDesk, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    desk, address = served
+    (tmp_path / "part").write_bytes(b"x" * 100)
+    monkeypatch.setattr(desk, "folder", tmp_path / "gone")
+    link = HttpLink(address)
+    with pytest.raises(CompanionError, match=r"507 .*No such file"):
+        link.put(tmp_path / "part", header())
+    link.close()
+    assert until(lambda: not desk._coming, 30)
 
 
 def test_whoever_answers_as_no_companion_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

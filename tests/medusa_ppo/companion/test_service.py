@@ -16,6 +16,7 @@ import shutil
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -236,9 +237,11 @@ def test_what_is_published_goes_into_a_feed_also_where_that_was_away(chain, tmp_
     service = CompanionService(arguments_for(task, tmp_path, feed=str(place)), tables_of(task))
     run_batches(service, [task.batch() for _ in range(6)])
     published = service.newest(0).published
+    assert service._feeder.drain(60)
     assert published is not None and "feed" in service.status().error
     place.unlink()
     run_batches(service, [task.batch()])
+    assert service._feeder.drain(60) and not service.status().error
     published = service.newest(0).published
     manifest = FolderFeed(place).manifest()
     newest = manifest.versions[-1]
@@ -250,8 +253,40 @@ def test_what_is_published_goes_into_a_feed_also_where_that_was_away(chain, tmp_
     verify(FolderFeed(place), newest, manifest.actor, tmp_path)
     files = len(list(place.iterdir()))
     run_batches(service, [task.batch()])
+    assert service._feeder.drain(60)
     if service.newest(published.version).published is None:
         assert len(list(place.iterdir())) == files, "the same version is put there once"
+    service.close()
+
+
+def test_a_feed_that_takes_long_does_not_hold_the_training(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upload may last minutes: meanwhile no batch was learned from, and nothing said why."""
+    monkeypatch.setattr("medusa_ppo.companion.feeder.LONG_S", 0.0)
+    task = chain()
+    place = str(tmp_path / "feed")
+    service = CompanionService(arguments_for(task, tmp_path, feed=place), tables_of(task))
+    begun, go_on = threading.Event(), threading.Event()
+    manifest = FolderFeed.manifest
+
+    def slow(feed: FolderFeed) -> Any:
+        begun.set()
+        assert go_on.wait(240)
+        return manifest(feed)
+
+    monkeypatch.setattr(FolderFeed, "manifest", slow)
+    for _ in range(12):
+        run_batches(service, [task.batch()])
+        if begun.is_set():
+            break
+    assert begun.wait(60)
+    run_batches(service, [task.batch()])
+    assert "on their way into the feed" in service.status().error
+    go_on.set()
+    assert service._feeder.drain(60) and not service.status().error
+    found = FolderFeed(place).manifest()
+    assert found is not None and found.newest == service.newest(0).published.version
     service.close()
 
 
@@ -866,6 +901,40 @@ def test_training_seconds_run_while_it_trains(chain, tmp_path: Path) -> None:
         time.sleep(0.05)
         assert service.status().train_s > first > 0
     service.drain(60)
+    service.close()
+
+
+@pytest.mark.parametrize("writes", ["_checkpoint", "_publish_unwritten"])
+def test_files_are_no_training(
+    chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: str
+) -> None:
+    """On a GPU all seconds of a batch count as taken from the loop: those of a slow disk, too, of
+    which the next steps then paid off the budget. What is mocked: the GPU, and the disk.
+    """
+    monkeypatch.setattr(service_module, "SAVED_EVERY", 1)
+    task = chain()
+    service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
+    monkeypatch.setattr(service, "_work_s", lambda took_s: took_s)  # As on a GPU.
+    monkeypatch.setattr(
+        service._cycle, "run", lambda batch: SimpleNamespace(published=False, problem="")
+    )
+    writing, go_on = threading.Event(), threading.Event()
+
+    def write() -> None:
+        writing.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(service, writes, write)
+    monkeypatch.setattr(service, "_rest_anyway", lambda: None)
+    service.submit(pack(task.batch()))
+    assert writing.wait(60)
+    trained = service.status()
+    time.sleep(0.1)
+    meanwhile = service.status()
+    go_on.set()
+    assert service.drain(60)
+    for status in (meanwhile, service.status()):
+        assert status.train_s == trained.train_s > 0 and status.worked_s == trained.worked_s > 0
     service.close()
 
 

@@ -4,9 +4,13 @@ before it takes memory.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import gzip
 import json
 import os
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -21,13 +25,23 @@ import torch
 from heads.checkpoint import checksum, load_state, save_state
 from heads.errors import CheckpointError, ConfigError, FeedError
 from heads.heads_config import HeadsConfig
+from medusa_ppo.companion.client import CompanionClient
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.feeds.actor_sketch import actor_sketch, alike, sketch_rows
 from medusa_ppo.feeds.feed import verify
-from medusa_ppo.feeds.feed_manifest import KEPT_VERSIONS, MANIFEST, FeedActor
+from medusa_ppo.feeds.feed_manifest import KEPT_VERSIONS, MANIFEST, MOST_MANIFEST_BYTES, FeedActor
 from medusa_ppo.feeds.feed_server import FeedServer
 from medusa_ppo.feeds.folder_feed import ABANDONED_S, COPIED, FolderFeed
-from medusa_ppo.feeds.http_feed import FEED_TOKEN, HttpFeed, absolute, open_feed, require_feed
+from medusa_ppo.feeds.http_feed import (
+    FEED_TOKEN,
+    RELEASE_HEADER,
+    HttpFeed,
+    absolute,
+    open_feed,
+    require_feed,
+)
 from tests.medusa_ppo.feeds.conftest import (
+    CONFIG,
     VOCAB,
     Place,
     actor,
@@ -198,6 +212,26 @@ def test_a_wrong_feed_is_refused_before_anything_is_published(
     assert absolute("feed") == str(tmp_path / "feed") and absolute("http://a:1") == "http://a:1"
 
 
+@pytest.mark.parametrize("resume_from", ["", "somewhere"])
+def test_a_run_says_that_a_feed_has_versions_of_an_earlier_one(
+    resume_from: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Its first version takes their place in all engines, whatever they had."""
+
+    def enough(*_: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr("medusa_ppo.companion.client.ray.is_initialized", lambda: True)
+    monkeypatch.setattr("medusa_ppo.companion.client._with_gpus", enough)
+    place = Place(FolderFeed(tmp_path / "feed"), tmp_path / "feed")
+    settings = CompanionConfig(feed=place.feed.address)
+    for versions in (0, 2):
+        published(place, tmp_path, versions)
+        with pytest.raises(InterruptedError):
+            CompanionClient(CONFIG, settings, lm_head(), seed=0, resume_from=resume_from)
+        assert ("the newest is 2" in caplog.text) == bool(versions and not resume_from)
+
+
 def test_a_trained_actor_is_still_itself_and_another_is_not() -> None:
     rows_RD = lm_head()[sketch_rows(VOCAB)]
     moved_RD = rows_RD + 0.2 * torch.randn(
@@ -234,6 +268,8 @@ CHANGES: dict[str, Callable[[dict[str, Any]], None]] = {
     "true": lambda raw: raw["versions"][0].update(version=True),
     "below nothing": lambda raw: raw["versions"][0].update(bytes=-1),
     "twice": lambda raw: raw.update(versions=raw["versions"] * 2),
+    "layers": lambda raw: raw["actor"]["heads"].update(num_layers=2_000_000),
+    "a huge vocabulary": lambda raw: raw["actor"]["heads"].update(vocab_size=1 << 40),
     "NaN": lambda raw: raw["versions"][0]["judged"].update(mean_acceptance_length=float("nan")),
 }
 
@@ -245,7 +281,27 @@ def test_a_forged_manifest_is_refused(
     published(place, tmp_path)
     rewrite(place, change)
     with pytest.raises(FeedError, match="manifest is damaged"):
-        place.feed.manifest()
+        found = place.feed.manifest()
+        assert found is not None
+        found.actor.most_bytes()  # What a reader asks next, before it fetches anything.
+
+
+def test_a_folder_that_may_not_be_read_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine told of full shared memory. What is mocked: the permissions, which root has."""
+    feed = FolderFeed(tmp_path / "feed")
+    published(Place(feed, feed.folder), tmp_path)
+
+    def refused(path: Any, **_: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "lstat", refused)
+        patch.setattr(os, "stat", refused)
+        with pytest.raises(FeedError, match=r"(?s)can't be read.*Permission denied"):
+            feed.manifest()
+    assert feed.manifest() is not None
 
 
 def test_links_and_pipes_are_not_followed(tmp_path: Path) -> None:
@@ -281,6 +337,17 @@ def test_who_has_no_token_reads_and_publishes_nothing(
         feed.close()
 
 
+def test_a_tokens_newline_keeps_nobody_out_and_is_in_no_error(
+    tmp_path: Path, token: str, served: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address = served(tmp_path / "feed")
+    monkeypatch.setenv(FEED_TOKEN, f"{token}\n")
+    feed = HttpFeed(address)
+    assert feed.manifest() is None
+    assert feed.publish(heads_file(tmp_path / "state", 1), release(1)).version == 1
+    feed.close()
+
+
 def test_without_a_token_a_server_stays_on_loopback_and_takes_nothing(
     tmp_path: Path, served: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +376,49 @@ def test_a_server_gives_out_nothing_but_what_the_manifest_names(
     for method, path in (("DELETE", "/manifest.json"), ("POST", "/versions"), ("PUT", "/versions")):
         answer = httpx.request(method, f"{address}{path}", headers=more, trust_env=False)
         assert answer.status_code in (400, 404, 405)
+
+
+def test_an_upload_that_never_ends_is_given_up(
+    tmp_path: Path, token: str, served: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_ppo.feeds.feed_server.ANSWER_S", 1.0)
+    host, port = served(tmp_path / "feed").removeprefix("http://").split(":")
+    told = {
+        "Authorization": f"Bearer {token}",
+        RELEASE_HEADER: release(1).model_dump_json(),
+        "Content-Length": "5000",
+    }
+    lines = "".join(f"{name}: {value}\r\n" for name, value in told.items())
+    with socket.create_connection((host, int(port))) as peer:
+        peer.settimeout(60)
+        peer.sendall(f"PUT /versions HTTP/1.1\r\nHost: x\r\n{lines}\r\n".encode() + b"x" * 1000)
+        heard = b""
+        while part := peer.recv(4096):
+            heard += part
+        assert b" 408 " in heard
+    assert FolderFeed(tmp_path / "feed").manifest() is None
+
+
+def test_an_upload_needs_room_where_the_feed_is_and_nowhere_else(
+    tmp_path: Path, token: str, served: Callable[[Path], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It went through /tmp; and of a full disk its sender learned nothing but the number 500."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "full"))
+    feed = HttpFeed(served(tmp_path / "feed"))
+    path = heads_file(tmp_path / "state", 1)
+    assert feed.publish(path, release(1)).version == 1
+
+    async def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("medusa_ppo.feeds.feed_server.write_body", full)
+    with pytest.raises(FeedError, match=r"507 .*No space left on device"):
+        feed.publish(path, release(2))
+    feed.close()
+    manifest = FolderFeed(tmp_path / "feed").manifest()
+    assert manifest is not None
+    named = {MANIFEST, *(version.file for version in manifest.versions)}
+    assert {path.name for path in (tmp_path / "feed").iterdir()} == named
 
 
 def test_nobody_answers_or_not_as_a_feed(tmp_path: Path) -> None:
@@ -355,21 +465,75 @@ def answering() -> Any:
         opened.close()
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"no HTTP",
-        b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 0\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 90000000000\r\n\r\n" + b"x" * 1_000_000,
-        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf",
-    ],
-    ids=["no HTTP", "elsewhere", "90 GB", "stuck"],
-)
+STRANGE = {
+    "no HTTP": b"no HTTP",
+    "elsewhere": b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\n"
+    b"Content-Length: 0\r\n\r\n",
+    "90 GB": b"HTTP/1.1 200 OK\r\nContent-Length: 90000000000\r\n\r\n" + b"x" * 1_000_000,
+    "stuck": b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf",
+}
+
+
+@pytest.mark.parametrize("data", STRANGE.values(), ids=STRANGE)
 def test_a_strange_server_is_given_up(
-    answering: Callable[[bytes], str], data: bytes, monkeypatch: pytest.MonkeyPatch
+    answering: Callable[[bytes], str],
+    data: bytes,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("medusa_ppo.feeds.http_feed.ANSWER_S", 0.5)
     feed = open_feed(answering(data))
     with pytest.raises(FeedError):
         feed.manifest()
+    with pytest.raises(FeedError):
+        feed.publish(heads_file(tmp_path / "state", 1), release(1))
     feed.close()
+
+
+@pytest.mark.parametrize("how", ["packed", "long"])
+def test_of_an_answer_to_an_upload_no_more_is_read_than_a_version_has(
+    how: str, answering: Callable[[bytes], str], tmp_path: Path
+) -> None:
+    """100 MB of zeros fit into 100 kB."""
+    path = heads_file(tmp_path / "state", 1)
+    version = FolderFeed(tmp_path / "feed").publish(path, release(1))
+    body = version.model_dump_json().encode()
+    head = b"HTTP/1.1 200 OK\r\n"
+    if how == "packed":
+        body = gzip.compress(body)
+        head += b"Content-Encoding: gzip\r\n"
+    else:
+        body += b" " * MOST_MANIFEST_BYTES
+    feed = open_feed(answering(head + f"Content-Length: {len(body)}\r\n\r\n".encode() + body))
+    with pytest.raises(FeedError):
+        feed.publish(path, release(1))
+    feed.close()
+
+
+def test_an_answer_that_trickles_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("medusa_ppo.feeds.http_feed.ANSWER_S", 0.5)
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def trickle() -> None:
+            for _ in range(2):
+                peer, _ = listening.accept()
+                with peer, contextlib.suppress(OSError):  # The reader goes.
+                    peer.recv(65536)
+                    peer.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n")
+                    for _ in range(100):
+                        peer.sendall(b" ")
+                        over.wait(0.1)
+
+        answers = threading.Thread(target=trickle, daemon=True)
+        answers.start()
+        feed = open_feed(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        with pytest.raises(FeedError, match="no end in time"):
+            feed.manifest()
+        with pytest.raises(FeedError, match="no end in time"):
+            feed.publish(heads_file(tmp_path / "state", 1), release(1))
+        feed.close()
+        over.set()
+        answers.join(60)

@@ -15,15 +15,17 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
 import torch
+from ray.exceptions import ObjectStoreFullError, RayError, RaySystemError
 from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
-from heads.checkpoint import checksum, save_heads
+from heads.checkpoint import checksum, load_heads, save_heads, save_state
 from heads.errors import (
     CheckpointError,
     CompanionError,
@@ -34,12 +36,13 @@ from heads.errors import (
 )
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.cli.app import app
-from medusa_ppo.companion.companion_link import COMPANION_TOKEN
-from medusa_ppo.companion.parts_wire import PartHeader, write_part
+from medusa_ppo.companion.companion_link import COMPANION_TOKEN, CompanionLink, RayLink
+from medusa_ppo.companion.parts_wire import PartHeader, Wish, write_part
 from medusa_ppo.companion.service import STATE_FILE
 from medusa_ppo.companion.wire import TableRows
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.engines.http_server import free_port
+from medusa_ppo.feeds.feed_manifest import FeedActor, Release
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.loops import served_companion
 from medusa_ppo.loops import tap as tap_module
@@ -480,6 +483,57 @@ def test_a_companion_that_is_gone_costs_rows_and_no_step(
     tap.close()
 
 
+class FaultyLink(CompanionLink):
+    """Raises once, then takes everything."""
+
+    address = "nowhere"
+
+    def __init__(self, error: Exception) -> None:
+        self.error: Exception | None = error
+
+    def ask(self) -> Wish:
+        return Wish(rows=10, ahead=1, hidden=4, vocab=8, embedding=False)
+
+    def put(self, path: Path, header: PartHeader) -> Wish:
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        return self.ask()
+
+    def close(self) -> None:
+        """Holds nothing."""
+
+
+@pytest.mark.parametrize("error", [ObjectStoreFullError("full"), ZeroDivisionError("a fault")])
+def test_an_error_of_any_kind_does_not_end_the_sending(error: Exception) -> None:
+    """From then on nothing was sent, and nothing said so."""
+    link = FaultyLink(error)
+    sender = tap_module._Sender(link, link.ask())
+    header = PartHeader(number=1, policy_version=1)
+    for sent in (0, 1):
+        sender.send(tap_module._Parcel({"hidden_MD": torch.zeros(1, 4)}, None, header))
+        assert sender.drain(30)
+        assert (sender.sent, sender.lost) == (sent, 1) and bool(sender.problem) != bool(sent)
+    sender.close()
+
+
+@pytest.mark.parametrize("error", [ObjectStoreFullError("full"), RaySystemError("shut down")])
+def test_a_call_that_ray_does_not_take_is_an_error_of_the_companion(
+    error: RayError, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    link = RayLink("ray:x")
+    link._actor = SimpleNamespace(
+        wish=SimpleNamespace(remote=refuse), take=SimpleNamespace(remote=refuse)
+    )
+    (tmp_path / "part").write_bytes(b"x")
+    with pytest.raises(CompanionError, match=type(error).__name__):
+        link.put(tmp_path / "part", PartHeader(number=1, policy_version=1))
+    assert link._actor is None, "it is looked up again"
+
+
 def test_what_is_wrong_is_said_at_once(served: tuple[Any, str], actor: LlamaForCausalLM) -> None:
     with pytest.raises(ConfigError):
         CompanionTap(actor, "nowhere")
@@ -639,6 +693,7 @@ def test_trained_heads_are_in_the_feed_before_any_batch(
     feed = FolderFeed(tmp_path / "feed")
     for _ in range(2):
         with served_desk(chain_actor, tmp_path) as served:
+            assert served.desk._service._feeder.drain(60)
             manifest = feed.manifest()
             assert (manifest is not None) == trained
             if manifest is not None:
@@ -653,8 +708,49 @@ def test_trained_heads_are_in_the_feed_before_any_batch(
             service._cycle.serving.blocks[0].add_(0.1)
             service._publish()
             service._feed_newest()
+            assert service._feeder.drain(60)
         manifest = feed.manifest()
         assert manifest is not None and [v.version for v in manifest.versions] == [1, 2]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("folder", ["a new one", "with untrained heads"])
+@pytest.mark.parametrize("intact", [True, False])
+def test_a_companion_by_itself_goes_on_from_what_its_feed_has(
+    folder: str,
+    intact: bool,
+    chain_actor: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It began with untrained heads, and the first version that was better than these replaced what
+    engines had from the run before.
+    """
+    monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
+    lm_head_VD, _ = read_tables(str(chain_actor))
+    heads = heads_for_table(desk_config(tmp_path), lm_head_VD)
+    if folder == "with untrained heads":
+        save_heads(tmp_path / "heads", heads, lm_head_VD=lm_head_VD)
+    for parameter in heads.blocks:
+        parameter.normal_(0, 0.1)
+    feed = FolderFeed(tmp_path / "feed")
+    save_state(tmp_path / "state", heads.trainable_state())
+    told = Release(
+        actor=FeedActor.of(heads.config, lm_head_VD), dtype="float32", version=7, policy_version=7
+    )
+    version = feed.publish(tmp_path / "state", told)
+    if not intact:
+        (feed.folder / version.file).write_bytes(b"half")
+    with served_desk(chain_actor, tmp_path) as served:
+        serving = served.desk._service._cycle.serving
+        assert (checksum(serving.trainable_state()) == version.checksum) == intact
+        assert served.desk._service._feeder.drain(60)
+    kept, _ = load_heads(tmp_path / "heads")
+    assert kept.untrained == (not intact or folder == "with untrained heads")
+    assert ("may be worse" in caplog.text) == (not intact)
+    manifest = feed.manifest()
+    assert manifest is not None and manifest.newest == 7, "nothing was published"
 
 
 @pytest.mark.slow

@@ -1,0 +1,147 @@
+"""The thread that puts a companion's versions into its feed. An upload takes as long as network and
+feed do, minutes with large heads: training does not wait for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from heads.errors import FeedError
+from medusa_ppo.feeds.feed import Feed
+from medusa_ppo.feeds.feed_manifest import Release
+
+logger = logging.getLogger(__name__)
+
+LONG_S = 10.0
+"""Seconds after which the status names an upload."""
+LASTS = f"New heads are still on their way into the feed, after {LONG_S:.0f} s or more"
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A version for the feed.
+
+    Attributes:
+        path: file of its tensors; it may be gone once there are newer ones.
+        checksum: checksum of its tensors.
+        first: only for a feed in which nothing has been published yet.
+    """
+
+    path: Path
+    checksum: str
+    release: Release
+    first: bool = False
+
+
+class Feeder:
+    """Puts the newest version that it is offered into a feed. Of those that are offered during an
+    upload only the last is put there.
+    """
+
+    def __init__(self, feed: Feed) -> None:
+        """`feed`: closed together with this object."""
+        self._feed = feed
+        self._changed = threading.Condition()
+        # What the feed lacks, and whether to put it there now: not again at once after an error.
+        self._offered: Offer | None = None
+        self._wanted = self._over = False
+        self._busy_since: float | None = None
+        self._problem = ""
+        self._highest = 0
+        # Begun with the first offer: a companion that does not come up leaves nothing.
+        self._thread: threading.Thread | None = None
+
+    @property
+    def problem(self) -> str:
+        """Why the feed lacks the newest version; empty if it has it, or will have it soon."""
+        since = self._busy_since
+        lasts = since is not None and time.monotonic() - since > LONG_S
+        return LASTS if lasts else self._problem
+
+    def offer(self, offered: Offer | None) -> None:
+        """Put a version there, instead of one that has not been begun; None: nothing. Returns at
+        once.
+        """
+        with self._changed:
+            self._offered, self._problem = offered, ""
+            self._wanted = offered is not None
+            self._changed.notify_all()
+            if offered is not None and self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="companion-feed", daemon=True
+                )
+                self._thread.start()
+
+    def again(self) -> None:
+        """Try again what could not be put there, if there is such a version. Returns at once."""
+        with self._changed:
+            self._wanted = self._offered is not None
+            self._changed.notify_all()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until nothing is to be put there now; False if the time is up first."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: not self._wanted and self._busy_since is None, timeout_s
+            )
+
+    def close(self, timeout_s: float) -> None:
+        """End the thread after what it was told to put there; wait for that, but not longer than
+        `timeout_s`.
+        """
+        with self._changed:
+            self._over = True
+            self._changed.notify_all()
+        if self._thread is None:
+            self._feed.close()
+        else:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (offered := self._next()) is not None:
+            problem = ""
+            try:
+                self._put(offered)
+            # Everything is caught, because nobody would begin the thread again.
+            except Exception as error:
+                kind = "" if isinstance(error, FeedError | OSError) else f"{type(error).__name__}: "
+                problem = f"The new heads could not be put into the feed: {kind}{error}"
+                logger.warning("%s; training continues.", problem)
+            with self._changed:
+                if self._offered is offered:
+                    self._problem = problem
+                    self._offered = offered if problem else None
+                    self._wanted &= bool(problem)
+        self._feed.close()
+
+    def _next(self) -> Offer | None:
+        """What to put there now, once there is something; None: it is over."""
+        with self._changed:
+            self._busy_since = None
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._wanted or self._over)
+            if not self._wanted:
+                return None
+            self._wanted = False
+            self._busy_since = time.monotonic()
+            return self._offered
+
+    def _put(self, offered: Offer) -> None:
+        found = self._feed.manifest()
+        if found is not None:
+            self._highest = max(self._highest, found.newest)
+            if offered.first:
+                return
+        newest = found.versions[-1:] if found is not None else []
+        # After a crash it may already be there.
+        if [version.checksum for version in newest] == [offered.checksum]:
+            return
+        # Numbers go on also where the feed has lost what it held: engines load only what is newer
+        # than what they have, and that may have come from an earlier run with higher numbers.
+        number = max(offered.release.version, self._highest + 1)
+        release = offered.release.model_copy(update={"version": number})
+        self._highest = self._feed.publish(offered.path, release).version

@@ -1,0 +1,138 @@
+"""The feed's thread: the newest version goes there, whatever the feed does meanwhile."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from heads.checkpoint import checksum, load_state
+from heads.errors import FeedError
+from medusa_ppo.companion.feeder import Feeder, Offer
+from medusa_ppo.feeds.feed_manifest import FeedVersion, Release
+from medusa_ppo.feeds.folder_feed import FolderFeed
+from tests.medusa_ppo.feeds.conftest import heads_file, release
+
+PATIENCE_S = 60.0
+
+
+class Held(FolderFeed):
+    """A folder that takes a version once it may, or raises what it is told to."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.begun, self.may = threading.Event(), threading.Event()
+        self.may.set()
+        self.error: Exception | None = None
+        self.closed = False
+
+    def publish(self, path: Path, release: Release) -> FeedVersion:
+        self.begun.set()
+        assert self.may.wait(PATIENCE_S)
+        if self.error is not None:
+            raise self.error
+        return super().publish(path, release)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def feed(tmp_path: Path) -> Held:
+    return Held(tmp_path / "feed")
+
+
+@pytest.fixture
+def feeder(feed: Held) -> Iterator[Feeder]:
+    found = Feeder(feed)
+    yield found
+    feed.may.set()
+    found.close(PATIENCE_S)
+
+
+def offer(tmp_path: Path, number: int, first: bool = False) -> Offer:
+    path = heads_file(tmp_path / f"state-{number}", number)
+    return Offer(path, checksum(load_state(path)), release(number), first)
+
+
+def numbers(feed: FolderFeed) -> list[int]:
+    manifest = feed.manifest()
+    return [] if manifest is None else [version.version for version in manifest.versions]
+
+
+def test_of_what_is_offered_during_an_upload_the_newest_is_put_there(
+    feeder: Feeder, feed: Held, tmp_path: Path
+) -> None:
+    feed.may.clear()
+    feeder.offer(offer(tmp_path, 1))
+    assert feed.begun.wait(PATIENCE_S)
+    for number in (2, 3):
+        feeder.offer(offer(tmp_path, number))
+    assert not feeder.drain(0.05)
+    feed.may.set()
+    assert feeder.drain(PATIENCE_S) and numbers(feed) == [1, 3] and not feeder.problem
+
+
+@pytest.mark.parametrize(
+    "error", [FeedError("away", given="x"), OSError("no room"), ZeroDivisionError("a fault")]
+)
+def test_what_could_not_be_put_there_is_tried_again_when_told(
+    feeder: Feeder, feed: Held, tmp_path: Path, error: Exception
+) -> None:
+    feed.error = error
+    feeder.offer(offer(tmp_path, 1))
+    assert feeder.drain(PATIENCE_S) and str(error.args[0]) in feeder.problem
+    feed.error = None
+    assert feeder.drain(0.2) and numbers(feed) == []
+    feeder.again()
+    assert feeder.drain(PATIENCE_S) and numbers(feed) == [1] and not feeder.problem
+    feed.begun.clear()
+    feeder.again()
+    assert feeder.drain(PATIENCE_S) and not feed.begun.is_set(), "it is there"
+
+
+def test_what_is_taken_back_is_not_put_there(feeder: Feeder, feed: Held, tmp_path: Path) -> None:
+    feed.error = OSError("no room")
+    feeder.offer(offer(tmp_path, 1))
+    assert feeder.drain(PATIENCE_S)
+    feed.error = None
+    feeder.offer(None)
+    feeder.again()
+    assert feeder.drain(PATIENCE_S) and numbers(feed) == [] and not feeder.problem
+
+
+def test_first_versions_are_for_an_empty_feed(feeder: Feeder, feed: Held, tmp_path: Path) -> None:
+    for number in (1, 2):
+        feeder.offer(offer(tmp_path, number, first=True))
+        assert feeder.drain(PATIENCE_S)
+    assert numbers(feed) == [1] and not feeder.problem
+
+
+def test_numbers_go_on_where_a_feed_has_lost_its_versions(
+    feeder: Feeder, feed: Held, tmp_path: Path
+) -> None:
+    """Engines kept for good the version that they had from before: the publisher went on with its
+    own numbers, which are lower in a feed that an earlier run has filled.
+    """
+    for number in range(1, 21):
+        feed.publish(heads_file(tmp_path / "earlier", number), release(number))
+    for number in (1, 2):
+        feeder.offer(offer(tmp_path, number))
+        assert feeder.drain(PATIENCE_S)
+    assert numbers(feed)[-2:] == [21, 22]
+    shutil.rmtree(feed.folder)
+    feeder.offer(offer(tmp_path, 3))
+    assert feeder.drain(PATIENCE_S) and numbers(feed) == [23] and not feeder.problem
+
+
+def test_at_the_end_the_last_version_still_goes_there(feed: Held, tmp_path: Path) -> None:
+    feeder = Feeder(feed)
+    feeder.offer(offer(tmp_path, 1))
+    feeder.close(PATIENCE_S)
+    assert numbers(feed) == [1] and feed.closed
+    unused = Held(tmp_path / "other")
+    Feeder(unused).close(PATIENCE_S)
+    assert unused.closed
