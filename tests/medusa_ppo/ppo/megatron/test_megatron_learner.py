@@ -31,6 +31,7 @@ from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.ppo.batch import PPOBatch, text_batch
 from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.learner import Learner
+from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.ppo.run_state import RunPosition, save_checkpoint, saved_folder
 from medusa_ppo.ppo.scores import Measured
 
@@ -398,6 +399,33 @@ def test_texts_and_an_early_stop_however_it_is_cut(
     path = actor_of(tmp_path, "llama", tie_word_embeddings="pipeline_parallel" in cuts)
     with pair_of(path, TEXTS_AND_STOP, **cuts) as pair:
         check_texts_and_stop(pair, make_rollouts)
+
+
+def test_a_critic_in_the_loops_process_computes_in_the_models_dtype(
+    tiny_actor: Callable[..., Any], make_rollouts: Callable[..., Any]
+) -> None:
+    """As with the learner on transformers; its weights stay float32."""
+    from medusa_ppo.ppo.megatron.megatron_learner import MegatronLearner
+
+    team: Any = SimpleNamespace(sizes=SimpleNamespace(mrope_section=()), critic_sizes=None, count=2)
+    critic = Critic(tiny_actor())
+    batch = PPOBatch(make_rollouts(4))
+    (micro,) = batch.micro_batches(list(range(4)), 4)
+    for dtype in ("bfloat16", "float32"):
+        config = build_config(
+            {
+                "name": "run",
+                "model": {"path": "unread", "dtype": dtype},
+                "actor": {"backend": "megatron", "tensor_parallel": 2},
+            }
+        )
+        one = MegatronLearner(team, "unread", critic, config)
+        with torch.no_grad():
+            found_SR = one._begin_values(batch, Timeline())()
+            expected_M = critic(micro, dtype == "bfloat16")
+            other_M = critic(micro, dtype != "bfloat16")
+        found_M = batch.pack(found_SR, micro)
+        assert torch.equal(found_M, expected_M) and not torch.equal(found_M, other_M)
 
 
 def test_a_hub_name_is_refused_before_anything_starts(pair: Pair) -> None:
