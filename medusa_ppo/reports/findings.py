@@ -48,9 +48,12 @@ CURVE_STEPS = 10
 JUMP = 8
 """From one step to the next, a change of the mean reward counts as a jump if it is more than this
 many times the median change: by chance alone, one change in ten million is. With few changes the
-median itself is random, so n changes require 1 + 10 / n times as much.
+median itself is random, so n changes require 1 + 10 / n times as much. Steps without a change don't
+count: where few answers are right most have none, and a single right answer would be a jump.
 """
 JUMP_ALONE = 2
+NO_CHANGE = 1e-6
+"""Changes below this share of the largest one are rounding."""
 """... and more than this many times its neighbours: in a quick but steady rise, all are large."""
 CRITIC_STEPS = 20
 """Steps that a critic gets to learn something before it is judged."""
@@ -466,10 +469,15 @@ def _reward_jumps(run: Run) -> Iterator[Finding]:
         if (reward := number(step.get(m.REWARD_MEAN))) is not None
     ]
     changes = [after - before for (_, before), (_, after) in pairwise(known)]
-    if len(changes) < CURVE_STEPS - 1:
+    if not changes:
         return
-    usual = median(abs(change) for change in changes)
-    least = JUMP * (1 + 10 / len(changes)) * usual
+    sizes = [abs(change) for change in changes]
+    least = NO_CHANGE * max(sizes)
+    real = [size for size in sizes if size > least]
+    if len(real) < CURVE_STEPS - 1:
+        return
+    usual = median(real)
+    least = JUMP * (1 + 10 / len(real)) * usual
     found = []
     for place, change in enumerate(changes):
         beside = changes[max(0, place - 1) : place] + changes[place + 1 : place + 2]
@@ -484,7 +492,7 @@ def _reward_jumps(run: Run) -> Iterator[Finding]:
         yield Finding(
             "reward_jump",
             f"The mean reward jumped from {before:.3g} to {after:.3g} in step {step}{times}, "
-            f"while a step usually changes it by {usual:.2g}.",
+            f"while a step that changes it usually does so by {usual:.2g}.",
             "Read the responses of the steps before and after: a policy that found a loophole in "
             "the reward, or a reward that failed, looks like this.",
         )

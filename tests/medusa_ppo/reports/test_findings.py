@@ -163,6 +163,30 @@ def test_what_looks_similar_but_is_fine(run: Run) -> None:
 
 @pytest.mark.parametrize("steps", [10, 16, 40, 400])
 def test_chance_alone_makes_no_jump(steps: int) -> None:
+def right_answers(steps: int, responses: int, chance: float, seed: int) -> list[float]:
+    """Mean rewards where each response is right with the same chance, and nothing is learned."""
+    drawn = random.Random(seed)
+    return [
+        sum(drawn.random() < chance for _ in range(responses)) / responses for _ in range(steps)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "responses", "chance"),
+    [(40, 32, 0.01), (100, 64, 0.005), (200, 128, 0.002), (40, 32, 0.02), (40, 8, 0.5)],
+)
+def test_a_few_right_answers_are_no_jump(steps: int, responses: int, chance: float) -> None:
+    """Most changes are 0 then, and a single right answer is more than eight times nothing."""
+    runs = [series(reward_mean=right_answers(steps, responses, chance, seed)) for seed in range(50)]
+    assert not any("reward_jump" in codes(run) for run in runs)
+
+
+def test_a_reward_that_jumps_is_found_among_sparse_ones() -> None:
+    rewards = right_answers(60, 64, 0.02, 1)
+    rewards[40:] = [0.9 + 0.02 * reward for reward in rewards[40:]]
+    assert "reward_jump" in codes(series(reward_mean=rewards))
+
+
     runs = [series(reward_mean=learning(steps, seed)) for seed in range(200)]
     assert not any("reward_jump" in codes(run) for run in runs)
 
