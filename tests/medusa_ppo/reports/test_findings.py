@@ -154,6 +154,8 @@ def test_each_fault_is_named_once_and_alone(code: str) -> None:
         series(kl_reference=[0.002 * n for n in range(20)]),
         series(kl_reference=[0.2 * (1 - 0.7**n) for n in range(20)]),  # a plateau that it went to
         series(kl_reference=[0.0, 0.0, *(3e-6 * n for n in range(18))]),  # a small step size
+        # An older actor's tokens, as with ppo.staleness: their log-probs differ by design.
+        make(*[{"logprob_gap": 0.2, "importance_cut_frac": 0.1, "policy_lag": 1}] * 12),
         series(reward_mean=[*learning(8)[:8], 0.9]),  # too few steps to know what is usual
     ],
 )
@@ -161,8 +163,6 @@ def test_what_looks_similar_but_is_fine(run: Run) -> None:
     assert codes(run) == []
 
 
-@pytest.mark.parametrize("steps", [10, 16, 40, 400])
-def test_chance_alone_makes_no_jump(steps: int) -> None:
 def right_answers(steps: int, responses: int, chance: float, seed: int) -> list[float]:
     """Mean rewards where each response is right with the same chance, and nothing is learned."""
     drawn = random.Random(seed)
@@ -187,8 +187,16 @@ def test_a_reward_that_jumps_is_found_among_sparse_ones() -> None:
     assert "reward_jump" in codes(series(reward_mean=rewards))
 
 
+@pytest.mark.parametrize("steps", [10, 16, 40, 400])
+def test_chance_alone_makes_no_jump(steps: int) -> None:
     runs = [series(reward_mean=learning(steps, seed)) for seed in range(200)]
     assert not any("reward_jump" in codes(run) for run in runs)
+
+
+def test_a_gap_counts_in_the_steps_that_learned_from_the_newest_actor() -> None:
+    lagging = {"logprob_gap": 0.2, "importance_cut_frac": 0.1, "policy_lag": 0.25}
+    assert codes(make(*[lagging, {"logprob_gap": 0.01, "policy_lag": 0}] * 6)) == []
+    assert codes(make(*[lagging, {"logprob_gap": 0.2, "policy_lag": 0}] * 6)) == ["logprob_gap"]
 
 
 def test_a_spike_is_a_jump_and_names_its_step() -> None:
