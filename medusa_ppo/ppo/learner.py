@@ -542,7 +542,8 @@ class Learner(PPOLearner):
         totals = UpdateTotals()
         share = learning_rate_share(config, step)
         set_learning_rate(self.actor_optimizer, share * config.actor_learning_rate)
-        for number, sequences in enumerate(minibatches(scores.sequences, config, self.seed, step)):
+        begun = 0  # Responses of the minibatches so far.
+        for sequences in minibatches(scores.sequences, config, self.seed, step):
             tokens = int(batch.lengths_S[sequences].sum())
             kl_before = totals.kl
             for micro in self._micros(batch, sequences):
@@ -562,8 +563,9 @@ class Learner(PPOLearner):
                 self.actor_optimizer.zero_grad(set_to_none=True)
                 break
             if texts is not None:
-                chosen = chosen_texts(texts, number, len(sequences), config.minibatch_size)
+                chosen = chosen_texts(texts, begun, len(sequences))
                 totals.text_losses.append(self._learn_texts(texts, chosen))
+            begun += len(sequences)
             norm = nn.utils.clip_grad_norm_(self.actor.parameters(), config.clip_norm).item()
             if totals.norms.sound(norm):
                 self.actor_optimizer.step()

@@ -324,8 +324,8 @@ class ActorRank:
         config = self._config.ppo
         totals = UpdateTotals()
         rate = learning_rate_share(config, step) * config.actor_learning_rate
-        parts = minibatches(scores.sequences, config, self._config.seed, step)
-        for number, sequences in enumerate(parts):
+        begun = 0  # Responses of the minibatches so far.
+        for sequences in minibatches(scores.sequences, config, self._config.seed, step):
             tokens = int(batch.lengths_S[sequences].sum())
             kl_before = totals.kl
             own = self._share.dealt(batch, sequences)
@@ -349,8 +349,9 @@ class ActorRank:
             if self._moved_enough(totals.kl - kl_before, tokens):
                 break
             if texts is not None:
-                chosen = chosen_texts(texts, number, len(sequences), config.minibatch_size)
+                chosen = chosen_texts(texts, begun, len(sequences))
                 totals.text_losses.append(self._learn_texts(texts, chosen))
+            begun += len(sequences)
             self._actor.gather_gradients()
             self._optimizer.step(rate, config.clip_norm, totals.norms)
         return totals

@@ -144,7 +144,7 @@ def check_steps(
         rollouts = make_rollouts(sequences + 1, seed=step, vocab=VOCAB)
         rollouts = replace(
             rollouts, responses=rollouts.responses[:sequences]
-        )  # The last minibatch is short.
+        )  # They are not a multiple of the minibatches' size.
         batch = PPOBatch(rollouts)
         rewards_S = torch.linspace(-1, 1, sequences)
         plain, plain_report = pair.plain.score(batch, rewards_S, sampling)
@@ -445,13 +445,13 @@ SHARES = {"data_parallel": 2, "distributed_optimizer": True}
     [
         ("llama", {}, {"pipeline_parallel": 2}, {}),
         ("llama", {"tie_word_embeddings": True}, {"pipeline_parallel": 2}, {}),
-        ("llama", {}, {"data_parallel": 2}, {}),
+        ("llama", {}, {"data_parallel": 2}, {"minibatch_size": 2}),
         ("llama", {"tie_word_embeddings": True}, {"tensor_parallel": 2, "data_parallel": 2}, {}),
         ("qwen2", {}, {"tensor_parallel": 2}, {}),
         ("qwen3", {}, {"tensor_parallel": 2}, {}),
         ("llama", {}, SEQUENCES, {"recompute": True}),
         ("qwen3", {}, SEQUENCES, {"recompute": "attention", "micro_batch_tokens": 40}),
-        ("llama", {}, SHARES, {"micro_batch_tokens": 40}),
+        ("llama", {}, SHARES, {"micro_batch_tokens": 40, "minibatch_size": 2}),
         (
             "llama",
             {"tie_word_embeddings": True},
@@ -484,7 +484,8 @@ def test_other_cuts_and_families(
     # configured.
     sampling = Sampling(temperature=0.8) if "context_parallel" in cuts else SAMPLING
     with pair_of(actor_of(tmp_path, family, **settings), ppo, **cuts) as pair:
-        # The last minibatch has one sequence: a replica without one takes the step all the same.
+        # Of nine sequences in minibatches of two the last has one: a replica without one takes the
+        # step all the same.
         check_steps(pair, make_rollouts, range(2), sampling=sampling)
         check_resumed(pair, make_rollouts, sampling)
 
