@@ -220,11 +220,20 @@ def is_saved(run_dir: Path, position: RunPosition, config: RunConfig) -> bool:
 def _keep(run_dir: Path, step: int, count: int) -> None:
     """Keep the new checkpoint and the configured number before it. Files never change, so links are
     copies.
+
+    Those of later steps are removed: somebody has gone back to an earlier checkpoint, and they
+    would be kept in the place of the new ones, and be what a damaged one is replaced with.
     """
     with fresh_folder(run_dir / KEPT_FOLDER / f"step-{step:06d}") as folder:
         shutil.copytree(run_dir / FOLDER, folder, dirs_exist_ok=True, copy_function=_link)
-    for old in sorted((run_dir / KEPT_FOLDER).glob("step-*"))[:-count]:
-        remove_directory(old)
+    kept = {
+        int(old.name.removeprefix("step-")): old
+        for old in (run_dir / KEPT_FOLDER).glob("step-*")
+        if old.name.removeprefix("step-").isdecimal()  # Else it is somebody's own copy.
+    }
+    stay = sorted(number for number in kept if number <= step)[-count:]
+    for number in kept.keys() - set(stay):
+        remove_directory(kept[number])
 
 
 def keep_best(
