@@ -448,12 +448,14 @@ class ActorRank:
     ) -> TokenStats:
         """`support`: tokens that were sampled from; None: those of the last scored batch."""
         own, places_P = self._share.own_predictions(micro)
-        logits_PV = self._vocabulary.own_rows(logits_BPV[own.response_mask_BT], dim=1)
-        scaled_PV = logits_PV.float() / sampling.temperature
+        sampled = support or self._support
         found = sharded_stats(
-            (support or self._support).cut(scaled_PV, own),
+            logits_BPV.flatten(0, 1),
+            own.response_mask_BT.flatten().nonzero().squeeze(1),
             own.response_ids_M,
             self._vocabulary,
+            temperature=sampling.temperature,
+            cut=lambda logits_CV, first: sampled.cut(logits_CV, own, first),
             entropy=entropy,
         )
         total = int(micro.response_mask_BT.sum())
