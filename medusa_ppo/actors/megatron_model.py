@@ -29,7 +29,10 @@ from megatron.core.distributed import (
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    model_parallel_cuda_manual_seed,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from safetensors import safe_open
@@ -82,6 +85,9 @@ def start_parallel(meeting: Meeting, section: ActorConfig) -> None:
         section.pipeline_parallel,
         context_parallel_size=section.context_parallel,
     )
+    # With sequence parallelism Megatron enters a random state of its own around each pass, also
+    # without dropout, and refuses one that nobody has added. Nothing here draws from it.
+    model_parallel_cuda_manual_seed(0)
 
 
 def host_group(timeout_s: float) -> dist.ProcessGroup:

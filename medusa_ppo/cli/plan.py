@@ -52,6 +52,8 @@ STEP_COPIES = 2
 # Copies of a chunk's logits: the heads' own, the actor's if the loss reads them, and everything
 # derived from them up to the gradient. Measured, like the numbers in `kept_states`.
 LOGITS_COPIES, LOGITS_COPIES_WITH_ACTOR = 2, 4
+# The same on a rank of Megatron; what top-p keeps is searched in float64 and int64.
+RANK_COPIES, RANK_COPIES_WITH_TOP_P = 5, 11
 # Resident bytes of a companion on a CPU without any tensor: Python, torch, Ray, their libraries.
 PROCESS_BYTES = 380 * 2**20
 CACHE = "keys and values"
@@ -319,8 +321,10 @@ def kept_bytes(config: RunConfig, model: ModelSizes) -> int:
     return _micro_tokens(config) * (layers + ends)
 
 
-def _chunk_bytes(config: RunConfig, model: ModelSizes, gpus: bool) -> int:
-    """Logits of a chunk, log-probs, probabilities, and the product of the last two."""
+def _chunk_bytes(config: RunConfig, model: ModelSizes, gpus: bool, copies: int = 4) -> int:
+    """Logits of a chunk, log-probs, probabilities, and the product of the last two. A rank's
+    vocabulary is the part that it holds.
+    """
     share = config.sampling.max_new_tokens / (
         config.data.max_prompt_tokens + config.sampling.max_new_tokens
     )
@@ -328,7 +332,7 @@ def _chunk_bytes(config: RunConfig, model: ModelSizes, gpus: bool) -> int:
         round(_micro_tokens(config) * share),
         max(1, (GPU_CHUNK if gpus else CPU_CHUNK) // model.vocab),
     )
-    return 4 * FLOAT32 * rows * model.vocab
+    return copies * FLOAT32 * rows * model.vocab
 
 
 def phase_peaks(config: RunConfig, model: ModelSizes, gpus: bool) -> dict[str, int]:
@@ -374,8 +378,12 @@ def _ranks(config: RunConfig, model: ModelSizes, gpus: bool) -> list[Process]:
         return []
     parts = _role_parts(config, model, RANK)
     tokens = _micro_tokens(config) // section.context_parallel
-    parts["logits of a micro-batch, and their gradient"] = (
-        2 * FLOAT32 * tokens * model.vocab // section.tensor_parallel
+    held = replace(model, vocab=-(-model.vocab // section.tensor_parallel))
+    element = BFLOAT16 if config.model.dtype == "bfloat16" else FLOAT32
+    parts["logits of a micro-batch, and their gradient"] = 2 * element * tokens * held.vocab
+    cuts = config.sampling.top_p < 1
+    parts[LOGITS] = _chunk_bytes(
+        config, held, gpus, RANK_COPIES_WITH_TOP_P if cuts else RANK_COPIES
     )
     where = f"a Ray actor, {_place(section.resource, 1)}, {ranks_together(config)} together"
     return [Process("actor rank", section.ranks, where, float(gpus), parts)]

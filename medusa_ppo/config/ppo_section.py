@@ -68,8 +68,8 @@ class PPOConfig(Section):
     take most of the time.
     """
     minibatch_size: Count = 32
-    """Responses in an optimizer step. Set it higher when learning is noisy, lower for more
-    optimizer steps from the same batch.
+    """Most responses in an optimizer step; a batch that is no multiple of it is split into equal
+    parts. Set it higher when learning is noisy, lower for more optimizer steps from the same batch.
     """
     micro_batch_size: Count | None = None
     """Maximum responses in a forward pass; null: a whole minibatch. Set it lower when the update

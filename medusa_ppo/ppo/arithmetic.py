@@ -122,14 +122,20 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, (values - mean) * torch.rsqrt(variance + WHITEN_EPSILON), 0.0)
 
 
-def group_advantages(rewards_S: Tensor, prompts_S: Tensor, trained_S: Tensor, kind: str) -> Tensor:
+def group_advantages(
+    rewards_S: Tensor, penalized_S: Tensor, prompts_S: Tensor, trained_S: Tensor, kind: str
+) -> Tensor:
     """Advantages of whole responses over the others to the same prompt: advantages_S, 0 for
     responses that are not trained on.
 
-    `grpo`: (reward - mean of the group) / standard deviation of the group. `rloo`: reward - mean of
-    the others in the group.
+    `grpo`: (reward - mean of the group) / standard deviation of the group, minus what the penalty
+    is above the group's mean. The penalty is not divided: where all rewards are equal, a standard
+    deviation of the penalties alone would turn them, however small, into advantages as large as
+    those of right and wrong answers. `rloo`: reward less penalty - mean of the others in the group.
 
     Args:
+        rewards_S: what each response earned, without the penalty against the reference.
+        penalized_S: the same minus that penalty.
         prompts_S: int64, the prompt that each response answers.
         trained_S: bool; the others belong to no group.
     """
@@ -142,13 +148,18 @@ def group_advantages(rewards_S: Tensor, prompts_S: Tensor, trained_S: Tensor, ki
         return sums_G[prompts_S]
 
     counts_S = group_sum(torch.ones_like(rewards_S))
-    mean_S = group_sum(rewards_S) / counts_S.clamp(min=1)
-    centred_S = (rewards_S - mean_S) * weights_S
+
+    def centred(values_S: Tensor) -> Tensor:
+        mean_S = group_sum(values_S) / counts_S.clamp(min=1)
+        return (values_S - mean_S) * weights_S
+
     if kind == "grpo":
+        centred_S = centred(rewards_S)
         variance_S = group_sum(centred_S**2) / counts_S.clamp(min=1)
-        return centred_S / (variance_S.sqrt() + GROUP_EPSILON)
+        compared_S = centred_S / (variance_S.sqrt() + GROUP_EPSILON)
+        return compared_S + centred(penalized_S - rewards_S)
     # reward - mean of the n - 1 others = (reward - mean of all n) * n / (n - 1)
-    return centred_S * counts_S / (counts_S - 1).clamp(min=1)
+    return centred(penalized_S) * counts_S / (counts_S - 1).clamp(min=1)
 
 
 @dataclass(frozen=True)

@@ -196,11 +196,11 @@ def text_batch(texts: Sequence[tuple[int, ...]], device: torch.device, pad_id: i
     )
 
 
-def chosen_texts(texts: PPOBatch, number: int, count: int, size: int) -> list[int]:
-    """The texts that go with `count` responses of the update's minibatch `number`, in order; `size`
-    is that of a whole minibatch. They begin again when all have been used.
+def chosen_texts(texts: PPOBatch, before: int, count: int) -> list[int]:
+    """The texts that go with the `count` responses of a minibatch, in order; `before`: responses of
+    the update's minibatches before it. They begin again when all have been used.
     """
-    return sorted({(number * size + n) % len(texts) for n in range(count)})
+    return sorted({(before + n) % len(texts) for n in range(count)})
 
 
 def _check(rollouts: Rollouts) -> None:
@@ -234,12 +234,14 @@ def _check(rollouts: Rollouts) -> None:
 def minibatches(
     trained: Sequence[int], config: PPOConfig, seed: int, step: int
 ) -> Iterator[list[int]]:
-    """The sequences of each optimizer step of an update, out of those learned from.
+    """The sequences of each optimizer step of an update, out of those learned from: as few
+    minibatches as their size allows, and as equal. A small rest would get an optimizer step of its
+    own, which AdamW makes as long as those of whole minibatches.
 
     Seeded only by the step, so that a resumed run draws the same.
     """
     order = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
-    for _ in range(config.epochs):
-        for places in torch.randperm(len(trained), generator=order).split(config.minibatch_size):
-            if len(places):
-                yield [trained[place] for place in places.tolist()]
+    parts = -(-len(trained) // config.minibatch_size)
+    for _ in range(config.epochs if parts else 0):
+        for places in torch.randperm(len(trained), generator=order).tensor_split(parts):
+            yield [trained[place] for place in places.tolist()]

@@ -202,8 +202,9 @@ class PPOLearner(ABC):
         mask_SR = batch.mask_SR
         trained_S = self.shaping.trained(batch)
         coefficient = self.shaping.kl_coefficient
+        shaped = self.shaping.rewards(batch, rewards)
         rewards_SR = arithmetic.token_rewards(
-            self.shaping.rewards(batch, rewards),
+            shaped,
             policy.logprobs_SR,
             policy.reference_SR,
             mask_SR,
@@ -211,7 +212,7 @@ class PPOLearner(ABC):
             config.kl_estimator,
         )
         advantages_SR, returns_SR = self._advantages(
-            batch, rewards_SR, measured.values_SR, trained_S
+            batch, shaped, rewards_SR, measured.values_SR, trained_S
         )
         gap_SR = torch.where(mask_SR, policy.logprobs_SR - batch.behaviour_SR, 0.0)
         weights_SR = None
@@ -243,10 +244,19 @@ class PPOLearner(ABC):
         }
 
     def _advantages(
-        self, batch: PPOBatch, rewards_SR: Tensor, values_SR: Tensor, trained_S: Tensor
+        self,
+        batch: PPOBatch,
+        shaped: Tensor,
+        rewards_SR: Tensor,
+        values_SR: Tensor,
+        trained_S: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """advantages_SR and returns_SR, by GAE (whitened over the responses that are learned from)
         or by group.
+
+        Args:
+            shaped: rewards of responses (S) or of their tokens (S, R), as `Shaping` returns them.
+            rewards_SR: the same at the tokens, minus the penalty if it is part of the reward.
         """
         config = self.config
         mask_SR = batch.mask_SR
@@ -258,7 +268,11 @@ class PPOLearner(ABC):
         # Groups compare whole responses, so each token gets its response's advantage and return.
         totals_S = rewards_SR.sum(dim=1)
         advantages_S = arithmetic.group_advantages(
-            totals_S, batch.prompts_S, trained_S, config.advantages
+            shaped.sum(dim=1) if shaped.dim() == 2 else shaped,
+            totals_S,
+            batch.prompts_S,
+            trained_S,
+            config.advantages,
         )
         advantages_SR = torch.where(mask_SR, advantages_S[:, None], 0.0)
         returns_SR = torch.where(mask_SR, totals_S[:, None], 0.0)
@@ -528,7 +542,8 @@ class Learner(PPOLearner):
         totals = UpdateTotals()
         share = learning_rate_share(config, step)
         set_learning_rate(self.actor_optimizer, share * config.actor_learning_rate)
-        for number, sequences in enumerate(minibatches(scores.sequences, config, self.seed, step)):
+        begun = 0  # Responses of the minibatches so far.
+        for sequences in minibatches(scores.sequences, config, self.seed, step):
             tokens = int(batch.lengths_S[sequences].sum())
             kl_before = totals.kl
             for micro in self._micros(batch, sequences):
@@ -548,8 +563,9 @@ class Learner(PPOLearner):
                 self.actor_optimizer.zero_grad(set_to_none=True)
                 break
             if texts is not None:
-                chosen = chosen_texts(texts, number, len(sequences), config.minibatch_size)
+                chosen = chosen_texts(texts, begun, len(sequences))
                 totals.text_losses.append(self._learn_texts(texts, chosen))
+            begun += len(sequences)
             norm = nn.utils.clip_grad_norm_(self.actor.parameters(), config.clip_norm).item()
             if totals.norms.sound(norm):
                 self.actor_optimizer.step()

@@ -37,6 +37,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,8 @@ ACTOR_SIZES = (
 """Parts of a model's config.json that identify an actor; its weights change with every step."""
 State = Mapping[str, Tensor]
 CHUNK_BYTES = 1 << 22
+SUM_THREADS = 4
+"""Files that are read at once for their sums: weights and moments of actor and critic are four."""
 
 
 @dataclass(frozen=True)
@@ -180,31 +183,56 @@ def save_checkpoint(
         if (run_dir / METRICS_FILE).is_file():
             shutil.copyfile(run_dir / METRICS_FILE, folder / METRICS_FILE)
         save_carried(folder, position.carried)
-        where = {
-            field.name: getattr(position, field.name)
-            for field in dataclasses.fields(position)
-            if field.name != "carried"
-        }
-        state = {
-            "format_version": FORMAT_VERSION,
-            "version": __version__,
-            **where,
-            "config": plain(config),
-        }
-        write_json(folder / STATE_FILE, state | {"files": _sums(folder)})
+        write_json(folder / STATE_FILE, _state_of(position, config) | {"files": _sums(folder)})
     if config.ppo.keep_checkpoints is not None:
         _keep(run_dir, position.next_step, config.ppo.keep_checkpoints)
     return run_dir / FOLDER
 
 
+def _state_of(position: RunPosition, config: RunConfig) -> dict[str, Any]:
+    """What state.json says about a checkpoint, without its files."""
+    where = {
+        field.name: getattr(position, field.name)
+        for field in dataclasses.fields(position)
+        if field.name != "carried"
+    }
+    return {
+        "format_version": FORMAT_VERSION,
+        "version": __version__,
+        **where,
+        "config": plain(config),
+    }
+
+
+def is_saved(run_dir: Path, position: RunPosition, config: RunConfig) -> bool:
+    """Whether run_dir/checkpoint is of this position, which its seconds tell from that of any other
+    session of the run.
+    """
+    try:
+        found = json.loads((run_dir / FOLDER / STATE_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # None yet, or one that has to be replaced anyway.
+    wanted = json.loads(json.dumps(_state_of(position, config)))
+    return isinstance(found, dict) and wanted.items() <= found.items()
+
+
 def _keep(run_dir: Path, step: int, count: int) -> None:
     """Keep the new checkpoint and the configured number before it. Files never change, so links are
     copies.
+
+    Those of later steps are removed: somebody has gone back to an earlier checkpoint, and they
+    would be kept in the place of the new ones, and be what a damaged one is replaced with.
     """
     with fresh_folder(run_dir / KEPT_FOLDER / f"step-{step:06d}") as folder:
         shutil.copytree(run_dir / FOLDER, folder, dirs_exist_ok=True, copy_function=_link)
-    for old in sorted((run_dir / KEPT_FOLDER).glob("step-*"))[:-count]:
-        remove_directory(old)
+    kept = {
+        int(old.name.removeprefix("step-")): old
+        for old in (run_dir / KEPT_FOLDER).glob("step-*")
+        if old.name.removeprefix("step-").isdecimal()  # Else it is somebody's own copy.
+    }
+    stay = sorted(number for number in kept if number <= step)[-count:]
+    for number in kept.keys() - set(stay):
+        remove_directory(kept[number])
 
 
 def keep_best(
@@ -269,17 +297,21 @@ def _to_disk(path: Path) -> None:
 
 def _sums(folder: Path) -> dict[str, list[int]]:
     """Size and CRC-32 of each file of a checkpoint but state.json; all are on disk afterwards."""
-    sums = {}
-    for path in sorted(
-        path for path in folder.rglob("*") if path.is_file() and path.name != STATE_FILE
-    ):
-        _to_disk(path)
-        value = 0
-        with path.open("rb") as file:
-            while part := file.read(CHUNK_BYTES):
-                value = zlib.crc32(part, value)
-        sums[path.relative_to(folder).as_posix()] = [path.stat().st_size, value]
-    return sums
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != STATE_FILE)
+    # A thread has about a gigabyte a second, and does not hold the interpreter's lock meanwhile.
+    with ThreadPoolExecutor(SUM_THREADS, "medusa-ppo-sums") as pool:
+        sums = list(pool.map(_sum_of, paths))
+    names_of = [path.relative_to(folder).as_posix() for path in paths]
+    return dict(zip(names_of, sums, strict=True))
+
+
+def _sum_of(path: Path) -> list[int]:
+    _to_disk(path)
+    value = 0
+    with path.open("rb") as file:
+        while part := file.read(CHUNK_BYTES):
+            value = zlib.crc32(part, value)
+    return [path.stat().st_size, value]
 
 
 def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -> RunPosition:

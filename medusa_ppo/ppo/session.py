@@ -393,6 +393,9 @@ class RunSession:
         config = self._config
         if not config.ppo.checkpoint_every:
             return
+        # The loop has just saved it, if the last step was due.
+        if run_state.is_saved(config.run_dir, position, config):
+            return
         with run_state.save_companion(config, parts.plugin, position.next_step):
             run_state.save_checkpoint(
                 config.run_dir, parts.learner, position, config, parts.remembered()

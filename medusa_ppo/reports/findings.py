@@ -13,7 +13,7 @@ from typing import Any
 from medusa_ppo.contract import metrics as m
 from medusa_ppo.reports.expected_speed import expected_speed
 from medusa_ppo.reports.run_files import KILLED, NONFINITE, Run, number
-from medusa_ppo.reports.summary import first_last, window_steps
+from medusa_ppo.reports.summary import first_last, mean, window_steps
 from medusa_ppo.runtime import wording as w
 
 STALE_UPDATES = 5
@@ -48,8 +48,11 @@ CURVE_STEPS = 10
 JUMP = 8
 """From one step to the next, a change of the mean reward counts as a jump if it is more than this
 many times the median change: by chance alone, one change in ten million is. With few changes the
-median itself is random, so n changes require 1 + 10 / n times as much.
+median itself is random, so n changes require 1 + 10 / n times as much. Steps without a change don't
+count: where few answers are right most have none, and a single right answer would be a jump.
 """
+NO_CHANGE = 1e-6
+"""Changes below this share of the largest one are rounding."""
 JUMP_ALONE = 2
 """... and more than this many times its neighbours: in a quick but steady rise, all are large."""
 CRITIC_STEPS = 20
@@ -399,8 +402,8 @@ def _exposed_beside_turns(companion: dict[str, Any]) -> float | None:
     return exposed - (train - hidden)
 
 
-def _of_ppo(run: Run, summary: Summary) -> Iterator[Finding]:
-    gap = summary["logprob_gap"]["last"]
+def _of_ppo(run: Run, _: Summary) -> Iterator[Finding]:
+    gap = _recent_of_the_newest_actor(run, m.LOGPROB_GAP)
     if gap is not None and gap > LOGPROB_GAP_NATS:
         text = (
             f"Log-prob mismatch is high: engine and actor differ by {gap:.3f} nats a token on"
@@ -411,7 +414,7 @@ def _of_ppo(run: Run, summary: Summary) -> Iterator[Finding]:
             text,
             "Use the same dtype in engine and update, and check that actor syncs reach the engine.",
         )
-    _, far = _first_and_recent(run, m.IMPORTANCE_CUT)
+    far = _recent_of_the_newest_actor(run, m.IMPORTANCE_CUT)
     if far is not None and far > IMPORTANCE_CUT_SHARE:
         text = (
             f"{w.percent(far)} of the last tokens are far more likely under the actor than under "
@@ -476,10 +479,15 @@ def _reward_jumps(run: Run) -> Iterator[Finding]:
         if (reward := number(step.get(m.REWARD_MEAN))) is not None
     ]
     changes = [after - before for (_, before), (_, after) in pairwise(known)]
-    if len(changes) < CURVE_STEPS - 1:
+    if not changes:
         return
-    usual = median(abs(change) for change in changes)
-    least = JUMP * (1 + 10 / len(changes)) * usual
+    sizes = [abs(change) for change in changes]
+    least = NO_CHANGE * max(sizes)
+    real = [size for size in sizes if size > least]
+    if len(real) < CURVE_STEPS - 1:
+        return
+    usual = median(real)
+    least = JUMP * (1 + 10 / len(real)) * usual
     found = []
     for place, change in enumerate(changes):
         beside = changes[max(0, place - 1) : place] + changes[place + 1 : place + 2]
@@ -494,7 +502,7 @@ def _reward_jumps(run: Run) -> Iterator[Finding]:
         yield Finding(
             "reward_jump",
             f"The mean reward jumped from {before:.3g} to {after:.3g} in step {step}{times}, "
-            f"while a step usually changes it by {usual:.2g}.",
+            f"while a step that changes it usually does so by {usual:.2g}.",
             "Read the responses of the steps before and after: a policy that found a loophole in "
             "the reward, or a reward that failed, looks like this.",
         )
@@ -579,6 +587,14 @@ def _first_and_recent(run: Run, name: str) -> tuple[float | None, float | None]:
     """Means over the first and the last window of steps."""
     means = first_last(run.column(name), window_steps(len(run.steps)))
     return means["first"], means["last"]
+
+
+def _recent_of_the_newest_actor(run: Run, name: str) -> float | None:
+    """Mean over those of the last window of steps that learned from the newest actor's tokens. The
+    log-probs of an older one's (ppo.staleness) differ however sound engine and sync are.
+    """
+    recent = run.steps[-window_steps(len(run.steps)) :]
+    return mean([number(step.get(name)) for step in recent if not number(step.get(m.POLICY_LAG))])
 
 
 def _sound_events(found: object) -> list[dict[str, Any]]:

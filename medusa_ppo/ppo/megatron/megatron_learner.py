@@ -313,7 +313,14 @@ class MegatronLearner(PPOLearner):
             reader: reads the prompts' images, if there are any.
         """
         turns = TeamTurns(config.ppo.placement, team)
-        super().__init__(critic, config.ppo, seed=config.seed, turns=turns)
+        super().__init__(
+            critic,
+            config.ppo,
+            seed=config.seed,
+            # Of the critic, if it is in this process: the ranks' models are in this dtype.
+            autocast=config.model.dtype == "bfloat16",
+            turns=turns,
+        )
         self._team = team
         self._critic_on_ranks = config.critic_on_ranks
         self.has_critic |= self._critic_on_ranks

@@ -324,8 +324,8 @@ class ActorRank:
         config = self._config.ppo
         totals = UpdateTotals()
         rate = learning_rate_share(config, step) * config.actor_learning_rate
-        parts = minibatches(scores.sequences, config, self._config.seed, step)
-        for number, sequences in enumerate(parts):
+        begun = 0  # Responses of the minibatches so far.
+        for sequences in minibatches(scores.sequences, config, self._config.seed, step):
             tokens = int(batch.lengths_S[sequences].sum())
             kl_before = totals.kl
             own = self._share.dealt(batch, sequences)
@@ -349,8 +349,9 @@ class ActorRank:
             if self._moved_enough(totals.kl - kl_before, tokens):
                 break
             if texts is not None:
-                chosen = chosen_texts(texts, number, len(sequences), config.minibatch_size)
+                chosen = chosen_texts(texts, begun, len(sequences))
                 totals.text_losses.append(self._learn_texts(texts, chosen))
+            begun += len(sequences)
             self._actor.gather_gradients()
             self._optimizer.step(rate, config.clip_norm, totals.norms)
         return totals
@@ -447,12 +448,14 @@ class ActorRank:
     ) -> TokenStats:
         """`support`: tokens that were sampled from; None: those of the last scored batch."""
         own, places_P = self._share.own_predictions(micro)
-        logits_PV = self._vocabulary.own_rows(logits_BPV[own.response_mask_BT], dim=1)
-        scaled_PV = logits_PV.float() / sampling.temperature
+        sampled = support or self._support
         found = sharded_stats(
-            (support or self._support).cut(scaled_PV, own),
+            logits_BPV.flatten(0, 1),
+            own.response_mask_BT.flatten().nonzero().squeeze(1),
             own.response_ids_M,
             self._vocabulary,
+            temperature=sampling.temperature,
+            cut=lambda logits_CV, first: sampled.cut(logits_CV, own, first),
             entropy=entropy,
         )
         total = int(micro.response_mask_BT.sum())

@@ -65,6 +65,12 @@ class RankOptimizer:
         self._chain: Any = get_megatron_optimizer(settings, [model.ddp])
         (self._part,) = self._chain.chained_optimizers
         self._held = _stepped(self._part)
+        if self._is_torchs:
+            # Without TransformerEngine and Apex it is torch's, which Megatron leaves to choose: on
+            # a GPU a step then makes a float32 copy of everything that it steps.
+            for group in self._part.optimizer.param_groups:
+                group["fused"] = True
+                group["foreach"] = False
 
     def step(self, rate: float, clip_norm: float, norms: GradientNorms) -> None:
         """Make a clipped step with the gathered gradients; skip it on all ranks if their norm is
@@ -136,12 +142,18 @@ class RankOptimizer:
         """Clear the moments and continue counting from `steps`."""
         self._state.clear()
         for group in self._chain.param_groups if steps else ():
-            if not isinstance(self._part.optimizer, torch.optim.AdamW):
+            if not self._is_torchs:
                 group["step"] = int(steps)
                 continue
             for stepped in group["params"]:
-                # On the CPU, where torch's AdamW keeps it.
-                self._state[stepped]["step"] = torch.tensor(steps, dtype=torch.float32)
+                # Beside the parameter, where torch's fused AdamW keeps it.
+                self._state[stepped]["step"] = torch.tensor(
+                    steps, dtype=torch.float32, device=stepped.device
+                )
+
+    @property
+    def _is_torchs(self) -> bool:
+        return isinstance(self._part.optimizer, torch.optim.AdamW)
 
     @property
     def _state(self) -> Any:

@@ -62,10 +62,14 @@ class ShardedVocabulary:
 
     def log_softmax(self, logits_CV: torch.Tensor) -> torch.Tensor:
         """Log-probs of the tokens held here, normalised over all tokens."""
+        return logits_CV - self.log_mass(logits_CV)
+
+    def log_mass(self, logits_CV: torch.Tensor) -> torch.Tensor:
+        """log of the sum of exponentials over all tokens, `C1`."""
         # The largest logit over all ranks, because all sums of exponentials need the same scale.
         highest_C1 = self._reduce(logits_CV.amax(-1, keepdim=True), dist.ReduceOp.MAX)
         sum_C1 = self._reduce((logits_CV - highest_C1).exp_().sum(-1, keepdim=True))
-        return logits_CV - (highest_C1 + sum_C1.log())
+        return highest_C1 + sum_C1.log()
 
     def pick(self, values_CV: torch.Tensor, ids_C: torch.Tensor) -> torch.Tensor:
         """One token's value in each row, `C`."""

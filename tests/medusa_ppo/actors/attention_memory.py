@@ -28,6 +28,7 @@ cpu_megatron.patch_cuda()
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from megatron.core import parallel_state  # noqa: E402
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
@@ -100,6 +101,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name, cpu_megatron.CudaOnCpu():
         dist.init_process_group("gloo", init_method=f"file://{name}/store", rank=0, world_size=1)
         parallel_state.initialize_model_parallel(1, 1)
+        model_parallel_cuda_manual_seed(0)
         folder = llama_folder(Path(name) / "model", options.tokens)
         found: dict[str, Any]
         if options.compare:

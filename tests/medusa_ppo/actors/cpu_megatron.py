@@ -33,9 +33,21 @@ V, PADDED_V, D, LAYERS, HEADS, GROUPS = 100, 128, 32, 2, 4, 2
 
 
 class NoRandomness:
-    """Dropout is 0 in these tests, so there is no state to keep apart."""
+    """Dropout is 0 in these tests, so there is no state to keep apart. As Megatron's tracker on a
+    GPU it knows only the names that were added: sequence parallelism asks for one even so.
+    """
 
-    def fork(self, name: str = "") -> Any:
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+
+    def reset(self) -> None:
+        self._names = set()
+
+    def add(self, name: str, seed: int) -> None:
+        self._names.add(name)
+
+    def fork(self, name: str = megatron_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Any:
+        assert name in self._names, f"cuda rng state {name} is not added"
         return contextlib.nullcontext()
 
     def get_states(self) -> dict[str, torch.Tensor]:
@@ -178,6 +190,7 @@ def gpt(
     """This rank's part of a GPTModel of the Llama's sizes; the parallel state is set up anew."""
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(tp, pp, context_parallel_size=cp)
+    megatron_random.model_parallel_cuda_manual_seed(0)
     config = TransformerConfig(
         num_layers=LAYERS,
         hidden_size=D,

@@ -170,15 +170,27 @@ def test_group_advantages_by_hand():
     rewards = torch.tensor([1.0, 0.0, 5.0, 2.0, 9.0, 3.0])
     prompts = torch.tensor([0, 0, 1, 1, 1, 2])
     trained = torch.tensor([True, True, True, True, False, True])
-    found = arithmetic.group_advantages(rewards, prompts, trained, "rloo")
+    found = arithmetic.group_advantages(rewards, rewards, prompts, trained, "rloo")
     torch.testing.assert_close(found, torch.tensor([1.0, -1.0, 3.0, -3.0, 0.0, 0.0]))
-    found = arithmetic.group_advantages(rewards, prompts, trained, "grpo")
+    found = arithmetic.group_advantages(rewards, rewards, prompts, trained, "grpo")
     torch.testing.assert_close(
         found, torch.tensor([1.0, -1.0, 1.0, -1.0, 0.0, 0.0]), rtol=1e-3, atol=0
     )
     assert not arithmetic.group_advantages(
-        torch.ones(4), torch.zeros(4, dtype=torch.int64), trained[:4], "grpo"
+        torch.ones(4), torch.ones(4), torch.zeros(4, dtype=torch.int64), trained[:4], "grpo"
     ).any()
+
+
+def test_the_penalty_of_a_group_is_not_divided_by_a_spread():
+    """Two groups with the same penalties: one where all rewards are equal, one where half are."""
+    rewards = torch.tensor([0.0, 0.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0])
+    penalties = torch.tensor([0.01, 0.03, 0.0, 0.0] * 2)
+    prompts = torch.tensor([0] * 4 + [1] * 4)
+    trained = torch.ones(8, dtype=torch.bool)
+    found = arithmetic.group_advantages(rewards, rewards - penalties, prompts, trained, "grpo")
+    alone = torch.tensor([0.0, -0.02, 0.01, 0.01])
+    wanted = torch.cat([alone, torch.tensor([1.0, -1.0, 1.0, -1.0]) / (1 + 2e-4) + alone])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-6)
 
 
 def test_rewards_of_steps_stand_where_they_were_earned():

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from heads.errors import DataError
+from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
-from medusa_ppo.ppo.batch import PPOBatch
+from medusa_ppo.ppo.batch import PPOBatch, chosen_texts, minibatches, text_batch
 
 
 def rollouts() -> Rollouts:
@@ -104,3 +105,28 @@ def test_micro_batches_by_tokens_hold_no_more_than_asked_for(make_rollouts):
     assert len(list(batch.micro_batches(list(range(24)), 6, 1))) == 24
     rows = [micro.sequences for micro in batch.micro_batches(list(range(24)), 6, 1000)]
     assert rows == [micro.sequences for micro in batch.micro_batches(list(range(24)), 6)]
+
+
+@pytest.mark.parametrize(
+    ("count", "sizes"), [(64, [32, 32]), (33, [17, 16]), (70, [24, 23, 23]), (5, [5]), (0, [])]
+)
+def test_no_optimizer_step_is_made_of_a_small_rest(count: int, sizes: list[int]):
+    trained = list(range(100, 100 + count))
+    found = list(minibatches(trained, PPOConfig(minibatch_size=32, epochs=2), seed=1, step=3))
+    assert [len(part) for part in found] == 2 * sizes
+    for epoch in (found[: len(sizes)], found[len(sizes) :]):
+        assert sorted(s for part in epoch for s in part) == trained
+
+
+def test_minibatches_of_whole_batches_are_what_they_were():
+    """Those of runs that were stopped before rests were spread."""
+    order = torch.Generator().manual_seed(1_000_003 + 3)
+    expected = torch.randperm(12, generator=order).split(4)
+    found = minibatches(range(12), PPOConfig(minibatch_size=4, epochs=1), seed=1, step=3)
+    assert list(found) == [part.tolist() for part in expected]
+
+
+def test_an_update_passes_over_no_text_while_others_come_twice():
+    texts = text_batch([(1, 2)] * 33, torch.device("cpu"), 0)
+    assert chosen_texts(texts, 0, 17) + chosen_texts(texts, 17, 16) == list(range(33))
+    assert chosen_texts(texts, 33, 2) == [0, 1], "and begins again"

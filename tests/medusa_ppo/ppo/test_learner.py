@@ -381,6 +381,24 @@ def test_groups_learn_without_a_critic(tiny_actor, make_rollouts, tmp_path, kind
     assert torch.equal(weights(again.actor), weights(one.actor))
 
 
+def test_a_group_of_equal_rewards_learns_no_more_than_its_penalty(tiny_actor, make_rollouts):
+    """The first prompts' responses all earn the same: what is left is the penalty's spread, and
+    not advantages of full size.
+    """
+    batch = PPOBatch(make_rollouts(8))
+    one, _ = trained(
+        tiny_actor(), batch, 3, torch.tensor([1.0, 0.0] * 4), critic=False, advantages="grpo"
+    )
+    for rewards in (torch.zeros(8), torch.zeros(batch.mask_SR.shape)):
+        scores, _ = one.score(batch, rewards, Sampling())
+        penalty_S = 0.02 * (scores.logprobs_SR - scores.reference_SR).sum(1)
+        for prompt in batch.prompts_S.unique():
+            group = batch.prompts_S == prompt
+            spread = float(penalty_S[group].max() - penalty_S[group].min())
+            assert spread > 1e-4, "the policy has moved, else this shows nothing"
+            assert float(scores.advantages_SR[group].abs().max()) <= spread
+
+
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 def test_the_kl_in_the_loss_holds_the_policy_back(tiny_actor, make_rollouts, estimator: str):
     batch = PPOBatch(make_rollouts(8))

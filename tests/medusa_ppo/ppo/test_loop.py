@@ -13,7 +13,6 @@ import time
 import types
 from pathlib import Path
 from types import SimpleNamespace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.rewards import CallableReward
 from medusa_ppo.ppo.run_progress import ProgressSink
-from medusa_ppo.ppo.run_state import read_position, save_companion, saved_folder
+from medusa_ppo.ppo.run_state import RunPosition, read_position, save_companion, saved_folder
 from medusa_ppo.ppo.session import Parts
 from medusa_ppo.reports.store import RunWriter, read_run
 from medusa_ppo.runtime.processes import StopSignals
@@ -506,9 +505,13 @@ def test_rewards_of_steps_teach_which_step_was_right(tmp_path: Path, tiny_actor,
     assert rewards[0] < 0.2 and sum(rewards[-3:]) / 3 > 0.3, rewards
 
 
-def test_another_policy_in_the_engine_is_told_once(tmp_path: Path, tiny_actor, sampling_engine):
+@pytest.mark.parametrize("lag", [0, 1])
+def test_another_policy_in_the_engine_is_told_once_unless_it_is_an_older_one(
+    tmp_path: Path, tiny_actor, sampling_engine, lag: int
+):
     class Told(ProgressSink):
-        notes: ClassVar[list[str]] = []
+        def __init__(self) -> None:
+            self.notes: list[str] = []
 
         def note(self, text: str) -> None:
             self.notes.append(text)
@@ -517,12 +520,15 @@ def test_another_policy_in_the_engine_is_told_once(tmp_path: Path, tiny_actor, s
         settings(tmp_path, steps=1, importance_bound=2.0), tiny_actor(), sampling_engine
     )
     scene.engine.actor.lm_head.weight.data.mul_(30.0)  # A sync that missed.
-    told = PPOLoop(scene.config, scene.parts, Told())
+    sink = Told()
+    told = PPOLoop(scene.config, scene.parts, sink, RunPosition(policy_version=lag))
     told.sync = lambda actor, version: None
     told.sync.collect_s = 0.0
     told.sync.nbytes = 0
     steps = [told.step(0), told.step(1)]
-    assert len(Told.notes) == 1 and "importance_bound" in Told.notes[0]
+    assert [step[names.POLICY_LAG] for step in steps] == [lag, lag]
+    assert len(sink.notes) == (0 if lag else 1)
+    assert all("importance_bound" in note for note in sink.notes)
     assert all(step[names.LOGPROB_GAP] > 0.05 and step[names.ENGINE_KL] > 0.05 for step in steps)
 
 

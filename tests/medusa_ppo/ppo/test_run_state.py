@@ -8,6 +8,7 @@ import contextlib
 import copy
 import json
 import resource
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -116,6 +117,30 @@ def test_a_link_in_the_place_of_a_checkpoint_is_replaced_and_not_followed(
     ] == ["precious"]
     assert sorted(p.name for p in config.run_dir.iterdir()) == ["checkpoint", "checkpoints"]
     assert [p.name for p in kept.parent.iterdir()] == ["step-000003"]
+
+
+def test_who_goes_back_to_an_earlier_checkpoint_keeps_the_saves_from_there_on(
+    tiny_actor, config: RunConfig, tmp_path: Path
+):
+    """And a damaged checkpoint is not replaced with one of the steps that were given up."""
+    config = build_config({"name": "run", "out": str(tmp_path), "ppo": {"keep_checkpoints": 2}})
+    one = learner(tiny_actor())
+    kept = config.run_dir / "checkpoints"
+    for step in (4, 8, 10, 12):
+        save_checkpoint(config.run_dir, one, RunPosition(step, step, 0.0), config)
+        if step == 4:
+            shutil.copytree(kept / "step-000004", tmp_path / "elsewhere")
+    shutil.copytree(kept / "step-000010", kept / "step-000010-my-own")
+    shutil.rmtree(config.run_dir / "checkpoint")
+    shutil.copytree(tmp_path / "elsewhere", config.run_dir / "checkpoint")
+    assert read_position(config.run_dir, config).next_step == 4
+    for step, expected in ((6, ["000006"]), (8, ["000006", "000008"])):
+        save_checkpoint(config.run_dir, one, RunPosition(step, step, 0.0), config)
+        found = sorted(folder.name for folder in kept.iterdir())
+        assert found == [*(f"step-{name}" for name in expected), "step-000010-my-own"]
+    shutil.rmtree(kept / "step-000010-my-own")
+    (config.run_dir / "checkpoint" / "actor.safetensors").unlink()  # A link to the kept one.
+    assert read_position(config.run_dir, config).next_step == 8
 
 
 def test_a_crash_between_the_renames_loses_nothing(

@@ -31,7 +31,7 @@ from medusa_ppo.demo.task import build_tokenizer
 from medusa_ppo.engines.pieces import SharedMemory
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.plugin import MedusaPlugin
-from medusa_ppo.ppo import session
+from medusa_ppo.ppo import run_state, session
 from medusa_ppo.ppo.loop import run_ppo
 from medusa_ppo.ppo.run_progress import LineProgress, ProgressSink
 from medusa_ppo.ppo.run_state import saved_memory
@@ -405,6 +405,57 @@ def test_a_running_server_drafts_with_the_runs_own_heads_before_its_first_answer
     begins = ["sync_actor", "swap_heads"] if attached else []
     assert events[: len(begins) + 2] == [*begins, "generate", "sync_actor"]
     assert scene.engine.heads_version == 0
+
+
+@pytest.mark.parametrize(("every", "saved"), [(1, [1, 2, 3]), (2, [2, 3]), (3, [3])])
+def test_each_position_is_saved_once(
+    tmp_path: Path,
+    actor_folder: Path,
+    scene: SessionScene,
+    monkeypatch: pytest.MonkeyPatch,
+    every: int,
+    saved: list[int],
+):
+    """A checkpoint of a large actor takes minutes; the one after the last step may be there."""
+    found: list[int] = []
+    save = run_state.save_checkpoint
+
+    def counted(run_dir: Path, learner: Any, position: Any, *rest: Any) -> Path:
+        found.append(position.next_step)
+        return save(run_dir, learner, position, *rest)
+
+    monkeypatch.setattr(run_state, "save_checkpoint", counted)
+    config = settings(tmp_path, actor_folder, ppo={"checkpoint_every": every})
+    run_ppo(config)
+    assert found == saved
+    # What was resumed and had nothing left to do is not written again either; in another
+    # configuration it is.
+    run_ppo(config, resume=True)
+    assert found == saved
+    run_ppo(
+        settings(tmp_path, actor_folder, ppo={"checkpoint_every": every, "clip_norm": 0.5}),
+        resume=True,
+        allow=["ppo.clip_norm"],
+    )
+    assert found == [*saved, STEPS]
+
+
+def test_the_last_checkpoint_is_written_again_if_the_loop_could_not(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene, monkeypatch: pytest.MonkeyPatch
+):
+    save, tried = session.Learner.save, []
+
+    def full_at_first(learner: Any, folder: Path) -> None:
+        tried.append(folder)
+        if len(tried) == 1:
+            raise OSError(28, "No space left on device")
+        save(learner, folder)
+
+    monkeypatch.setattr(session.Learner, "save", full_at_first)
+    config = settings(tmp_path, actor_folder, ppo={"checkpoint_every": STEPS})
+    run_ppo(config)
+    state = json.loads((config.run_dir / "checkpoint" / "state.json").read_text())
+    assert len(tried) == 2 and state["next_step"] == STEPS
 
 
 def test_an_actor_is_saved_even_if_the_last_checkpoint_does_not_fit_on_the_disk(

@@ -154,6 +154,8 @@ def test_each_fault_is_named_once_and_alone(code: str) -> None:
         series(kl_reference=[0.002 * n for n in range(20)]),
         series(kl_reference=[0.2 * (1 - 0.7**n) for n in range(20)]),  # a plateau that it went to
         series(kl_reference=[0.0, 0.0, *(3e-6 * n for n in range(18))]),  # a small step size
+        # An older actor's tokens, as with ppo.staleness: their log-probs differ by design.
+        make(*[{"logprob_gap": 0.2, "importance_cut_frac": 0.1, "policy_lag": 1}] * 12),
         series(reward_mean=[*learning(8)[:8], 0.9]),  # too few steps to know what is usual
     ],
 )
@@ -166,10 +168,40 @@ def test_thousands_of_versions_are_counted_too(worse: int, found: list[str]) -> 
     assert codes(make({"versions_followed": 5000, "versions_worse": worse})) == found
 
 
+def right_answers(steps: int, responses: int, chance: float, seed: int) -> list[float]:
+    """Mean rewards where each response is right with the same chance, and nothing is learned."""
+    drawn = random.Random(seed)
+    return [
+        sum(drawn.random() < chance for _ in range(responses)) / responses for _ in range(steps)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "responses", "chance"),
+    [(40, 32, 0.01), (100, 64, 0.005), (200, 128, 0.002), (40, 32, 0.02), (40, 8, 0.5)],
+)
+def test_a_few_right_answers_are_no_jump(steps: int, responses: int, chance: float) -> None:
+    """Most changes are 0 then, and a single right answer is more than eight times nothing."""
+    runs = [series(reward_mean=right_answers(steps, responses, chance, seed)) for seed in range(50)]
+    assert not any("reward_jump" in codes(run) for run in runs)
+
+
+def test_a_reward_that_jumps_is_found_among_sparse_ones() -> None:
+    rewards = right_answers(60, 64, 0.02, 1)
+    rewards[40:] = [0.9 + 0.02 * reward for reward in rewards[40:]]
+    assert "reward_jump" in codes(series(reward_mean=rewards))
+
+
 @pytest.mark.parametrize("steps", [10, 16, 40, 400])
 def test_chance_alone_makes_no_jump(steps: int) -> None:
     runs = [series(reward_mean=learning(steps, seed)) for seed in range(200)]
     assert not any("reward_jump" in codes(run) for run in runs)
+
+
+def test_a_gap_counts_in_the_steps_that_learned_from_the_newest_actor() -> None:
+    lagging = {"logprob_gap": 0.2, "importance_cut_frac": 0.1, "policy_lag": 0.25}
+    assert codes(make(*[lagging, {"logprob_gap": 0.01, "policy_lag": 0}] * 6)) == []
+    assert codes(make(*[lagging, {"logprob_gap": 0.2, "policy_lag": 0}] * 6)) == ["logprob_gap"]
 
 
 def test_a_spike_is_a_jump_and_names_its_step() -> None:

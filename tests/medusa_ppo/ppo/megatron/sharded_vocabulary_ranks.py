@@ -21,6 +21,7 @@ from medusa_ppo.ppo.megatron.sharded_vocabulary import ShardedVocabulary
 
 V, N = 1001, 50  # An odd vocabulary: the last rank has fewer rows.
 PADDED_ROWS = 512
+CHUNK_ROWS = 16  # N is no multiple of it.
 CUTS = {
     "top_k": (7, 1.0),
     "top_p": (0, 0.7),
@@ -69,7 +70,9 @@ def stats(vocabulary: ShardedVocabulary, traffic: Traffic) -> dict[str, Any]:
 
     own_NV = vocabulary.own_rows(logits_NV.detach(), 1).clone().requires_grad_()
     traffic.elements.clear()
-    found = sharded_stats(own_NV, ids_N, vocabulary, entropy=True)
+    found = sharded_stats(
+        own_NV, torch.arange(N), ids_N, vocabulary, entropy=True, chunk_rows=CHUNK_ROWS
+    )
     assert found.entropy_M is not None
     (found.logprobs_M.sum() - 0.3 * found.entropy_M.sum()).backward()
     crossed = dict(traffic.elements)

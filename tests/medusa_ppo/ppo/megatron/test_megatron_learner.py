@@ -31,6 +31,7 @@ from medusa_ppo.engines.actor_sync import ActorSync
 from medusa_ppo.ppo.batch import PPOBatch, text_batch
 from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.learner import Learner
+from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.ppo.run_state import RunPosition, save_checkpoint, saved_folder
 from medusa_ppo.ppo.scores import Measured
 
@@ -143,7 +144,7 @@ def check_steps(
         rollouts = make_rollouts(sequences + 1, seed=step, vocab=VOCAB)
         rollouts = replace(
             rollouts, responses=rollouts.responses[:sequences]
-        )  # The last minibatch is short.
+        )  # They are not a multiple of the minibatches' size.
         batch = PPOBatch(rollouts)
         rewards_S = torch.linspace(-1, 1, sequences)
         plain, plain_report = pair.plain.score(batch, rewards_S, sampling)
@@ -400,6 +401,33 @@ def test_texts_and_an_early_stop_however_it_is_cut(
         check_texts_and_stop(pair, make_rollouts)
 
 
+def test_a_critic_in_the_loops_process_computes_in_the_models_dtype(
+    tiny_actor: Callable[..., Any], make_rollouts: Callable[..., Any]
+) -> None:
+    """As with the learner on transformers; its weights stay float32."""
+    from medusa_ppo.ppo.megatron.megatron_learner import MegatronLearner
+
+    team: Any = SimpleNamespace(sizes=SimpleNamespace(mrope_section=()), critic_sizes=None, count=2)
+    critic = Critic(tiny_actor())
+    batch = PPOBatch(make_rollouts(4))
+    (micro,) = batch.micro_batches(list(range(4)), 4)
+    for dtype in ("bfloat16", "float32"):
+        config = build_config(
+            {
+                "name": "run",
+                "model": {"path": "unread", "dtype": dtype},
+                "actor": {"backend": "megatron", "tensor_parallel": 2},
+            }
+        )
+        one = MegatronLearner(team, "unread", critic, config)
+        with torch.no_grad():
+            found_SR = one._begin_values(batch, Timeline())()
+            expected_M = critic(micro, dtype == "bfloat16")
+            other_M = critic(micro, dtype != "bfloat16")
+        found_M = batch.pack(found_SR, micro)
+        assert torch.equal(found_M, expected_M) and not torch.equal(found_M, other_M)
+
+
 def test_a_hub_name_is_refused_before_anything_starts(pair: Pair) -> None:
     from medusa_ppo.ppo.megatron.megatron_learner import RankTeam
 
@@ -417,13 +445,13 @@ SHARES = {"data_parallel": 2, "distributed_optimizer": True}
     [
         ("llama", {}, {"pipeline_parallel": 2}, {}),
         ("llama", {"tie_word_embeddings": True}, {"pipeline_parallel": 2}, {}),
-        ("llama", {}, {"data_parallel": 2}, {}),
+        ("llama", {}, {"data_parallel": 2}, {"minibatch_size": 2}),
         ("llama", {"tie_word_embeddings": True}, {"tensor_parallel": 2, "data_parallel": 2}, {}),
         ("qwen2", {}, {"tensor_parallel": 2}, {}),
         ("qwen3", {}, {"tensor_parallel": 2}, {}),
         ("llama", {}, SEQUENCES, {"recompute": True}),
         ("qwen3", {}, SEQUENCES, {"recompute": "attention", "micro_batch_tokens": 40}),
-        ("llama", {}, SHARES, {"micro_batch_tokens": 40}),
+        ("llama", {}, SHARES, {"micro_batch_tokens": 40, "minibatch_size": 2}),
         (
             "llama",
             {"tie_word_embeddings": True},
@@ -456,7 +484,8 @@ def test_other_cuts_and_families(
     # configured.
     sampling = Sampling(temperature=0.8) if "context_parallel" in cuts else SAMPLING
     with pair_of(actor_of(tmp_path, family, **settings), ppo, **cuts) as pair:
-        # The last minibatch has one sequence: a replica without one takes the step all the same.
+        # Of nine sequences in minibatches of two the last has one: a replica without one takes the
+        # step all the same.
         check_steps(pair, make_rollouts, range(2), sampling=sampling)
         check_resumed(pair, make_rollouts, sampling)
 
