@@ -431,11 +431,11 @@ def _of_ppo(run: Run, _: Summary) -> Iterator[Finding]:
             f"{skipped:.0f} optimizer step(s) were skipped because their gradient was not finite."
         )
         yield Finding("steps_skipped", text, "Lower the learning rate, or look for huge rewards.")
-    _, moved = _first_and_recent(run, m.KL_UPDATE)
+    moved = _first_and_recent(run, m.KL_UPDATE)[1]
     if moved is not None and moved > KL_UPDATE_NATS:
         text = f"The policy moves far in one update (KL {moved:.3f} nats in the last steps)."
         yield Finding("large_update", text, "Lower ppo.actor_learning_rate or ppo.epochs.")
-    _, cut = _first_and_recent(run, m.TRUNCATED_FRAC)
+    cut = _first_and_recent(run, m.TRUNCATED_FRAC)[1]
     if cut is not None and cut > TRUNCATED_SHARE:
         text = (
             f"{w.percent(cut)} of the last responses were cut at the length limit, so their reward"

@@ -128,7 +128,8 @@ def _capabilities() -> tuple[list[tuple[float, int]], str]:
         return [], f"{QUERY[0]}: {type(error).__name__}"
 
 
-class GpuMemory(NamedTuple):
+@dataclass(frozen=True)
+class GpuMemory:
     """What is free on a GPU now.
 
     Attributes:
@@ -237,7 +238,7 @@ def choices(config: RunConfig, hardware: Hardware | Look | None = None) -> list[
     engine = config.engine
     ppo = config.ppo
     found: list[Choice] = []
-    dtype = model.dtype
+    dtype: str | None = model.dtype
     if dtype is None:
         dtype, why = _dtype(look())
         found.append(Choice("model.dtype", dtype, why))
