@@ -612,6 +612,8 @@ def test_the_command_says_what_it_lacks(
     chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["companion", "serve", "--model", str(chain_actor), "--heads", str(tmp_path / "heads")]
+    # A port that is taken would be refused first.
+    words += ["--port", str(free_port())]
     monkeypatch.delenv(COMPANION_TOKEN, raising=False)
     for more, missing in ((["--feed", "feed"], COMPANION_TOKEN), ([], "--feed")):
         result = CliRunner().invoke(app, [*words, *more])
