@@ -409,6 +409,8 @@ def test_a_critic_in_the_loops_process_computes_in_the_models_dtype(
 
     team: Any = SimpleNamespace(sizes=SimpleNamespace(mrope_section=()), critic_sizes=None, count=2)
     critic = Critic(tiny_actor())
+    for parameter in critic.parameters():  # A new one's values are all 0.
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
     batch = PPOBatch(make_rollouts(4))
     (micro,) = batch.micro_batches(list(range(4)), 4)
     for dtype in ("bfloat16", "float32"):
