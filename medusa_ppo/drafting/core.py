@@ -98,6 +98,7 @@ class DraftingCore:
         never_copied: Sequence[int] = (),
         with_embedding: bool = True,
         dtype: torch.dtype | None = None,
+        pack_own: PACK | None = None,
     ) -> None:
         """
         Args:
@@ -109,6 +110,7 @@ class DraftingCore:
             with_embedding: read the embedding table now; otherwise `actor_changed` has to be called
                 before the first drafts.
             dtype: what `pack` chooses for heads with a context, if that is known.
+            pack_own: turns the heads' own lm_heads into products; None: as `pack`.
         """
         self.config = heads.config
         self.heads = heads
@@ -127,6 +129,7 @@ class DraftingCore:
         self.use_temperature(1.0)
         self._whole_lm_head = lm_head
         self._pack = pack
+        self._pack_own = pack_own or pack
         self.use_vocabulary(None, None)
 
     def actor_changed(self) -> None:
@@ -159,7 +162,14 @@ class DraftingCore:
         """
         dtype = self.fused.dtype if isinstance(self.fused, ContextHeads) else None
         other = DraftingCore(
-            heads, lm_head, self._embed, self._pack, self._never_copied, with_embedding, dtype
+            heads,
+            lm_head,
+            self._embed,
+            self._pack,
+            self._never_copied,
+            with_embedding,
+            dtype,
+            self._pack_own,
         )
         if isinstance(other.fused, FusedHeads):
             other.fused.pack_ahead(packed, count)
@@ -221,7 +231,7 @@ class DraftingCore:
         count = self.config.num_heads
         self._own = []
         if self.config.lm_head == "own":
-            self._own = [self._pack(heads.own_lm_head(k + 1).detach()) for k in range(count)]
+            self._own = [self._pack_own(heads.own_lm_head(k + 1).detach()) for k in range(count)]
 
     # ---- the call
 

@@ -70,7 +70,13 @@ from medusa_ppo.vllm_plugin.confirm import (
 )
 from medusa_ppo.vllm_plugin.drafter import Drafter
 from medusa_ppo.vllm_plugin.int8_products import packed_linear, packs_8_bit
-from medusa_ppo.vllm_plugin.rank_agreement import agreed, agreed_by_all, only_rank, together
+from medusa_ppo.vllm_plugin.rank_agreement import (
+    agreed,
+    agreed_by_all,
+    only_rank,
+    shared_product,
+    together,
+)
 from medusa_ppo.vllm_plugin.second_set import SecondSet, SetOrder, let_go
 from medusa_ppo.vllm_plugin.speculation import heads_folder
 from medusa_ppo.vllm_plugin.target_tables import (
@@ -189,6 +195,7 @@ class MedusaProposer(Drafter):
             self._embedding(),
             packed_linear,
             image_tokens(config.hf_config),
+            pack_own=shared_product(packed_linear),
         )
         # By the companion's rule: heads were trained for these tokens only.
         first_vocab = int(self._first.get("draft_vocab", self.heads.config.draft_vocabulary))
@@ -286,9 +293,9 @@ class MedusaProposer(Drafter):
     def _new_vocabulary(self, size: int) -> DraftVocabulary:
         cpu = self.device.type == "cpu"
         own = self.heads.config.lm_head == "own"
-        return DraftVocabulary(
-            size, self.heads.config.vocab_size, packed_linear, cpu and not own, stand_in=True
-        )
+        pack = shared_product(packed_linear)
+        vocab_size = self.heads.config.vocab_size
+        return DraftVocabulary(size, vocab_size, pack, cpu and not own, stand_in=True)
 
     def propose(
         self,

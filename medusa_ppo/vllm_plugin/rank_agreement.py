@@ -1,5 +1,10 @@
 """Agreement of all ranks of an engine.
 
+Each rank draws drafts and verifies them by itself, from the same random numbers. So q must be the
+same on all of them to the bit, although what each computes alone may be rounded differently (by
+kernels that were tuned on each rank). Whatever q is made of is therefore gathered from all ranks,
+as vLLM gathers lm_head's logits: `shared_product`.
+
 A rank that raises while the others continue to a product leaves them waiting for ever. So anything
 that may fail on a single rank (a file that exists on only one node, a lack of memory) is done
 `together`: it finishes on all ranks before anything is multiplied.
@@ -15,6 +20,7 @@ from torch.distributed import ReduceOp
 from vllm.distributed.parallel_state import get_tp_group
 
 from heads.errors import MedusaError, SwapError
+from medusa_ppo.drafting.products import LINEAR, PACK
 
 T = TypeVar("T")
 MOST_TEXT = 1000
@@ -72,6 +78,27 @@ def together(what: str, work: Callable[[], T]) -> T:
             do="Read what that rank says; each node needs the same files, and room for them.",
         )
     return result
+
+
+def shared_product(pack: PACK) -> PACK:
+    """`pack` for products that logits come from: each tensor-parallel rank multiplies by its part
+    of a weight's rows, and all of them get the same logits, to the bit. Calls are collectives.
+    """
+
+    def packed(weight: torch.Tensor) -> LINEAR:
+        group = get_tp_group()
+        if group.world_size == 1:
+            return pack(weight)
+        width = len(weight)
+        each = -(-width // group.world_size)
+        first = group.rank_in_group * each
+        own = weight[first : first + each]
+        if len(own) < each:  # Parts of one size are gathered.
+            own = torch.nn.functional.pad(own, (0, 0, 0, each - len(own)))
+        product = pack(own)
+        return lambda rows: group.all_gather(product(rows), dim=-1)[:, :width]
+
+    return packed
 
 
 def _in_short(error: Exception) -> str:

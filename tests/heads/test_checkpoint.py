@@ -508,3 +508,77 @@ def test_only_heads_are_replaced(tmp_path: Path) -> None:
     for version in (1, 2):
         save_heads(tmp_path / "empty", build("medusa"), version=version)
         assert load_heads(tmp_path / "empty")[1].version == version
+
+
+# ---- heads of 0.3.0
+
+OLD = Path(__file__).with_name("heads_of_0_3_0")
+"""Folders that the code of 0.3.0 wrote (commit 4d2093b), each by its `save_heads`, of random heads
+with K = 2, D = 8, V = 12; `expected.safetensors` has fixed states, tokens and tables, the log-probs
+that its `MedusaHeads` gave for them, by head divided by its draft temperature, and the drafts of
+its `DraftingCore`, where each row is a request with its newest pair alone.
+"""
+OLD_FORMS = {
+    "medusa": HeadsConfig(8, 12, 2),
+    "medusa-own": HeadsConfig(8, 12, 2, num_layers=2, lm_head="own"),
+    "hydra": HeadsConfig(8, 12, 2, "hydra"),
+    "hydra-own": HeadsConfig(8, 12, 2, "hydra", lm_head="own", mlp_ratio=1),
+    "context": HeadsConfig(8, 12, 2, "hydra", context=3),
+    "context-of-1": HeadsConfig(8, 12, 2, "hydra", num_layers=2, context=1, mlp_ratio=3),
+    "context-own": HeadsConfig(8, 12, 2, "hydra", lm_head="own", context=16),
+}
+"""Every kind, with and without a context, with either lm_head, other widths and depths; the second
+and the last but one have draft temperatures.
+"""
+
+
+@pytest.mark.parametrize("form", OLD_FORMS)
+def test_heads_of_0_3_0_load_to_the_same_bits_and_say_the_same(form: str) -> None:
+    """What drafts with them: tests/medusa_ppo/drafting/test_core.py."""
+    heads, metadata = load_heads(OLD / form, hidden_size=8, vocab_size=12)
+    heads.requires_grad_(False)
+    assert heads.config == OLD_FORMS[form] and not heads.config.has_new_parts
+    assert metadata.metadata == {"note": form} and metadata.version > 0
+    state = heads.trainable_state()
+    written = load_file(OLD / form / "model.safetensors")
+    assert all(torch.equal(state[name], written[name]) for name in state)
+    assert set(written) - set(state) <= {"lm_head.weight"}
+    expected = load_file(OLD / "expected.safetensors")
+    lm_head_VD, table_VD = expected["lm_head_VD"], expected["embedding_VD"]
+    if heads.config.lm_head == "shared":
+        assert torch.equal(load_lm_head(OLD / form), lm_head_VD)
+    hidden_2TD, ids_2T = expected["hidden_2TD"], expected["ids_2T"]
+    logits = heads(
+        hidden_2TD,
+        lm_head_VD if heads.config.lm_head == "shared" else None,
+        next_ids_BT=ids_2T if heads.config.conditioned else None,
+        embedding_VD=table_VD if heads.config.needs_embedding else None,
+    )
+    given = (logits / heads.temperatures_K.view(-1, 1)).log_softmax(-1)
+    torch.testing.assert_close(given, expected[f"{form}.logprobs_2TKV"], rtol=1e-5, atol=1e-5)
+
+
+def test_heads_of_0_3_0_that_are_gone_are_told_so() -> None:
+    with pytest.raises(CheckpointError, match=r"markov were removed in 0\.4\.0"):
+        load_heads(OLD / "markov")
+
+
+@pytest.mark.parametrize("form", OLD_FORMS)
+def test_heads_of_earlier_forms_are_written_as_0_3_0_wrote_them(tmp_path: Path, form: str) -> None:
+    """So that it can read them."""
+    heads, metadata = load_heads(OLD / form)
+    save_heads(
+        tmp_path / form,
+        heads,
+        lm_head_VD=load_lm_head(OLD / form),
+        version=metadata.version,
+        metadata=metadata.metadata,
+    )
+    again, before = (
+        json.loads((folder / form / "config.json").read_text()) for folder in (tmp_path, OLD)
+    )
+    # Of a kind that is gone; without it 0.3.0 takes the same value.
+    assert before["medusa_ppo"]["heads"].pop("rank") == 64
+    assert again == before
+    weights = Path(form) / "model.safetensors"
+    assert (tmp_path / weights).read_bytes() == (OLD / weights).read_bytes()

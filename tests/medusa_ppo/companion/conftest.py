@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from heads.heads_config import HeadsConfig
+from heads.copying import MISSING, Text
+from heads.heads_config import GAP, HeadsConfig
 from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.companion.wire import HANG_S
 from medusa_ppo.config.companion_section import CompanionConfig
@@ -96,6 +97,53 @@ class ChainTask:
             logprobs_M=logprobs_M,
             lengths_S=torch.ones(3, dtype=torch.int64),
         )
+
+
+def with_prompts(batch: RolloutBatch, vocab: int, siblings: int = 3) -> RolloutBatch:
+    """The batch with a prompt before each response, in which some tokens stand for images; so many
+    responses answer each prompt.
+    """
+    generator = torch.Generator().manual_seed(5)
+    prompts_S = torch.arange(batch.lengths_S.numel()) // siblings
+    prompts = [
+        torch.randint(vocab, (4 + number % 9,), generator=generator, dtype=torch.int32)
+        for number in range(int(prompts_S.max()) + 1)
+    ]
+    for prompt in prompts[1::2]:
+        prompt[len(prompt) // 2] = GAP
+    before = [prompts[number] for number in prompts_S.tolist()]
+    return replace(
+        batch,
+        prompts_S=prompts_S,
+        before_ids_X=torch.cat(before),
+        before_S=torch.tensor([len(prompt) for prompt in before]),
+    )
+
+
+def known_when_drafted(batch: RolloutBatch, window: int | None = None) -> Text:
+    """What the request of each row could copy from when the engine drafted there: a text of its
+    own, with its prompt and the tokens that it had sampled. No later token is in it, and none of
+    another response to its prompt, which may be written in the same steps.
+    """
+    assert batch.before_ids_X is not None and batch.before_S is not None
+    texts: list[list[int]] = []
+    befores = batch.before_ids_X.split(batch.before_S.tolist())
+    responses = batch.response_ids_M.split(batch.lengths_S.tolist())
+    for before, response in zip(befores, responses, strict=True):
+        for known in range(1, len(response) + 1):
+            texts.append([*before.tolist(), *response[:known].tolist()])
+    longest = max(map(len, texts))
+    ids_GT = torch.zeros(len(texts), longest, dtype=torch.int64)
+    parts_GT = torch.full_like(ids_GT, MISSING)
+    for row, text in enumerate(texts):
+        part = 0
+        for place, token in enumerate(text):
+            # Keys and followers don't cross an image.
+            part += token == GAP
+            if token != GAP:
+                ids_GT[row, place], parts_GT[row, place] = token, part
+    places = torch.tensor([len(text) - 1 for text in texts])
+    return Text.of(ids_GT, parts_GT, torch.arange(len(texts)), places, window)
 
 
 def some_weights(lengths_S: torch.Tensor, share: float, seed: int = 0) -> torch.Tensor:

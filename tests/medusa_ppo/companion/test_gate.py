@@ -5,6 +5,7 @@ NaN, zeros and other sizes never are.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,10 +17,11 @@ from heads.acceptance import (
     draft_ratios,
     replay_probabilities,
 )
+from heads.copying import SERVED_PLACES
 from heads.heads_config import HeadsConfig
-from heads.modules import MedusaHeads
-from heads.targets import condition_ids, head_targets, segments_from_lengths
-from medusa_ppo.companion import gate
+from heads.modules import Context, MedusaHeads
+from heads.targets import condition_ids, context_rows, head_targets, segments_from_lengths
+from medusa_ppo.companion import gate, positions
 from medusa_ppo.companion.gate import (
     KEPT_BATCHES,
     RECENT_SHARE,
@@ -36,6 +38,7 @@ from medusa_ppo.companion.gate import (
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
+from tests.medusa_ppo.companion.conftest import known_when_drafted, with_prompts
 
 
 def judged(candidate, serving, frozen, lm_head_VD, holdout, **how) -> Verdict:
@@ -356,24 +359,40 @@ def test_a_large_holdout_is_replayed_in_pieces(chain, monkeypatch: pytest.Monkey
     )
 
 
-@pytest.mark.parametrize("kind", ["medusa"])
+@pytest.mark.parametrize("form", ["medusa", "copying", "copying in a window"])
 @pytest.mark.parametrize("draft_temperature", [0.0, 0.7])
-def test_heads_are_judged_as_they_are_served(chain, kind: str, draft_temperature: float) -> None:
+def test_heads_are_judged_as_they_are_served(
+    chain, monkeypatch: pytest.MonkeyPatch, form: str, draft_temperature: float
+) -> None:
     """With fewer drafts than heads, from a part of the vocabulary: what full logits give where all
-    other tokens are cut.
+    other tokens are cut. Heads that copy know their prompt and what was sampled, nothing else.
     """
     task = chain(sure=0.8)
-    heads = trained(task, 6, kind)
-    holdout = task.batch(20)
+    holdout = with_prompts(task.batch(20), task.vocab)
+    window = 4 if form == "copying in a window" else None
+    if window is not None:
+        monkeypatch.setattr(positions, "COPY_WINDOW", window)
+    copies = form != "medusa"
+    heads = copying_heads(task) if copies else trained(task, 6)
+    # What random heads add to a state would all but choose the chain's likeliest token.
+    lm_head_VD = torch.randn_like(task.lm_head_VD) if copies else task.lm_head_VD
     ids_W = torch.tensor([0, 2, 3, 5, 8, 9, 11])
-    tables = {"embedding_VD": task.lm_head_VD}
-    found = replay(
-        heads, holdout, task.lm_head_VD, served=Served(draft_temperature, 2, ids_W), **tables
-    )
+    tables = {"embedding_VD": lm_head_VD}
+    found = replay(heads, holdout, lm_head_VD, served=Served(draft_temperature, 2, ids_W), **tables)
     segment_M = segments_from_lengths(holdout.lengths_S)
     condition_MK = condition_ids(holdout.response_ids_M, segment_M, 3)
+    context = None
+    if copies:
+        rows_Mn = context_rows(segment_M, heads.config.context)
+        context = Context.of(rows_Mn, holdout.hidden_MD, holdout.response_ids_M)
     factored = heads.factored(
-        holdout.hidden_MD, task.lm_head_VD, condition=condition_MK, embedding_VD=task.lm_head_VD
+        holdout.hidden_MD,
+        lm_head_VD,
+        condition=condition_MK,
+        embedding_VD=lm_head_VD,
+        context=context,
+        text=known_when_drafted(holdout, window) if copies else None,
+        places=SERVED_PLACES,
     )
     logits_MKV = factored.multiply_out()
     cut_V = torch.full((task.vocab,), -torch.inf).index_fill(0, ids_W, 0.0)
@@ -394,12 +413,26 @@ def test_heads_are_judged_as_they_are_served(chain, kind: str, draft_temperature
     expected = replay_probabilities(accept_MK, holdout.lengths_S)
     torch.testing.assert_close(found.accepted_SK, expected.accepted_SK, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found.drafts_S, expected.drafts_S, rtol=1e-5, atol=1e-6)
-    assert (
-        found.mean_acceptance_length
-        < replay(
-            heads, holdout, task.lm_head_VD, draft_temperature=draft_temperature, **tables
-        ).mean_acceptance_length
-    )
+    if copies:
+        unknown = replace(holdout, before_ids_X=None, before_S=None)
+        served = Served(draft_temperature, 2, ids_W)
+        other = replay(heads, unknown, lm_head_VD, served=served, **tables)
+        assert not torch.allclose(other.accepted_SK, found.accepted_SK, rtol=1e-2)
+    else:
+        other = replay(heads, holdout, lm_head_VD, draft_temperature=draft_temperature, **tables)
+        assert found.mean_acceptance_length < other.mean_acceptance_length
+
+
+def copying_heads(task) -> MedusaHeads:
+    """Random ones that are told much of what they copy."""
+    torch.manual_seed(2)
+    sizes = HeadsConfig(task.hidden, task.vocab, 3, "hydra", context=3, copy_parts=2)
+    heads = MedusaHeads(sizes).requires_grad_(False)
+    for name in ("cell_out", "context_out"):
+        parameter = heads.get_parameter(name)
+        parameter.copy_(2 * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+    heads.copy_out.mul_(4)
+    return heads
 
 
 # ---- the candidate

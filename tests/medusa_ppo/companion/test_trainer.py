@@ -25,6 +25,7 @@ from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from tests.conftest import GPU
+from tests.medusa_ppo.companion.conftest import known_when_drafted, with_prompts
 
 KINDS = ["medusa", "hydra", "context"]
 PAIRS = 4
@@ -177,22 +178,21 @@ def test_products_in_bfloat16_lose_little(chain, device: torch.device, form: str
 def sequence_by_sequence(
     heads: MedusaHeads, batch: RolloutBatch, lm_head_VD: torch.Tensor
 ) -> torch.Tensor:
-    """All logits `NKV`, each response by itself, whole."""
-    lengths = batch.lengths_S.tolist()
-    rows = zip(
-        batch.hidden_MD.to(lm_head_VD.device).split(lengths),
-        batch.response_ids_M.to(lm_head_VD.device).split(lengths),
-        strict=True,
-    )
-    return torch.cat(
-        [
-            heads(h[None], lm_head_VD, next_ids_BT=ids[None], embedding_VD=lm_head_VD)[0]
-            for h, ids in rows
-        ]
-    )
+    """All logits `NKV`, each response by itself, whole; what is copied is from its prompt and the
+    tokens before.
+    """
+    device = lm_head_VD.device
+    logits = []
+    for sequence in range(batch.lengths_S.numel()):
+        one = batch.select(torch.tensor([sequence]))
+        text = known_when_drafted(one).to(device) if heads.config.copies else None
+        given = one.hidden_MD.to(device)[None], lm_head_VD
+        more = {"embedding_VD": lm_head_VD, "text": text, "places": TRAINED_PLACES}
+        logits.append(heads(*given, next_ids_BT=one.response_ids_M.to(device)[None], **more)[0])
+    return torch.cat(logits)
 
 
-@pytest.mark.parametrize("form", ["hydra", "context"])
+@pytest.mark.parametrize("form", ["hydra", "context", "copying"])
 def test_first_step_is_that_of_the_plain_reference(
     chain, device: torch.device, form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,7 +202,8 @@ def test_first_step_is_that_of_the_plain_reference(
     monkeypatch.setattr("medusa_ppo.companion.trainer.CLIP_NORM", 1e9)
     monkeypatch.setattr("medusa_ppo.companion.trainer.CUT_SHARE", 0.0)
     task = chain()
-    batch = task.batch(6)
+    # Siblings, written in the same steps, know nothing of each other.
+    batch = with_prompts(task.batch(6), task.vocab)
     for loss in ("ce", "ce_tv", "kl"):
         trainer = make(task, form, loss=loss, batch_positions=10_000, epochs=1, device=device)
         with (

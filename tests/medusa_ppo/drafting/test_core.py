@@ -7,10 +7,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from scipy.stats import chisquare
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.acceptance import draft_logprobs_for_rows
+from heads.checkpoint import load_heads
 from heads.errors import ConfigError
 from heads.heads_config import HeadsConfig
 from heads.modules import Context, MedusaHeads
@@ -20,6 +22,7 @@ from medusa_ppo.drafting.core import DraftingCore, DraftSampling, cut
 from medusa_ppo.drafting.noise import DRAFT_STREAM, keys_of, uniforms
 from medusa_ppo.drafting.products import plain_linear
 from medusa_ppo.drafting.slots import DraftSlots, stamps
+from tests.conftest import ROOT
 
 D, V, K, B = 8, 12, 4, 5
 CPU = torch.device("cpu")
@@ -179,6 +182,33 @@ def test_q_is_the_replays_with_each_heads_own_temperature(device: torch.device, 
     )
     core.load()
     assert core.temperatures_K.tolist() == [0.5] * K
+
+
+OLD = ROOT / "tests" / "heads" / "heads_of_0_3_0"
+
+
+@pytest.mark.parametrize(
+    "form", sorted(path.name for path in OLD.iterdir() if path.is_dir() and path.name != "markov")
+)
+def test_heads_of_0_3_0_draft_as_they_did(form: str) -> None:
+    """How the folder was made: tests/heads/test_checkpoint.py. q is that of the log-probs noted
+    there; a token that a head drafts is the next one's condition.
+    """
+    heads, _ = load_heads(OLD / form)
+    heads.requires_grad_(False)
+    expected = load_file(OLD / "expected.safetensors")
+    lm_head_VD, table_VD = expected["lm_head_VD"], expected["embedding_VD"]
+    core = DraftingCore(heads, lambda rows: rows @ lm_head_VD.T, lambda ids: table_VD[ids])
+    given = expected["hidden_2TD"].flatten(0, 1), expected["ids_2T"].flatten()
+    count = heads.config.num_heads
+    assert torch.equal(core.draft(*given, count).ids_BK, expected[f"{form}.drafts_NK"])
+    # Each response's first row has no earlier pair, as in the drafting call.
+    firsts = slice(None, None, expected["ids_2T"].shape[1])
+    ones_B = torch.ones(2)
+    how = DraftSampling(ones_B, torch.zeros(2, count, dtype=torch.float64))
+    q_2V = core.draft(given[0][firsts], given[1][firsts], count, how).q[0]
+    noted_2V = expected[f"{form}.logprobs_2TKV"][:, 0, 0].exp()
+    torch.testing.assert_close(q_2V, noted_2V, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("form", ["hydra", "context"])

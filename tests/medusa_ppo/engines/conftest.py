@@ -14,9 +14,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import load_state, save_heads, save_state
-from heads.heads_config import HeadsConfig
-from heads.modules import MedusaHeads
+from heads.copying import SERVED_PLACES, Texts
+from heads.heads_config import COPY_WINDOW, HeadsConfig
+from heads.modules import Context, MedusaHeads
+from heads.targets import context_rows
 from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.demo.actor_cache import ensure_demo_actor
 from medusa_ppo.demo.task import demo_rows
@@ -82,6 +85,125 @@ class Actor:
         for parameter in heads.parameters():
             parameter.copy_(torch.randn_like(parameter) * scale)
         return heads
+
+    def default_heads(self, seed: int, size: float = 0.3, **settings: Any) -> MedusaHeads:
+        """Random ones of the form that a run starts with: with a context, feed-forward, copying.
+
+        Args:
+            size: how large what they add to the state is, relative to it: with 0 they would draft
+                as lm_head does, with 1 hardly a draft would be accepted.
+            settings: of `HeadsSection`.
+        """
+        torch.manual_seed(seed)
+        config = self.model.config
+        sizes = HeadsSection(**settings).sizes(config.hidden_size, config.vocab_size)
+        heads = MedusaHeads(sizes).requires_grad_(False)
+        if sizes.lm_head == "own":
+            heads.init_own_lm_heads(self.lm_head_VD)
+        for name, parameter in heads.named_parameters():
+            # All others are random from the start.
+            ends = name.endswith("_out") and not name.startswith("copy_")
+            if name.startswith("blocks.") or ends:
+                parameter.copy_(size * torch.randn_like(parameter) / parameter.shape[-1] ** 0.5)
+        return heads
+
+    @torch.no_grad()
+    def replayed_q(
+        self,
+        heads: MedusaHeads,
+        prompt: Sequence[int],
+        response: Sequence[int],
+        drafts_K: torch.Tensor,
+        *,
+        pairs: int | None = None,
+        copies: bool = True,
+    ) -> torch.Tensor:
+        """q `[K, V]` of the drafts that followed a response so far, as replay sees it: computed
+        from the tokens alone, by the heads as they are trained.
+
+        Args:
+            drafts_K: these drafts; each head's q depends on the ones before.
+            pairs: of the context, the newest ones alone; None: all of the response's.
+            copies: False: as if nothing were copied.
+        """
+        config = heads.config
+        at = len(response) - 1
+        states_TD = self.model.model(input_ids=torch.tensor([[*prompt, *response]]))
+        hidden_MD = states_TD.last_hidden_state[0, len(prompt) - 1 : -1]
+        ids_M = torch.tensor(response)
+        rows_1n = context_rows(torch.zeros_like(ids_M), config.context)[at : at + 1].clone()
+        if pairs is not None:
+            rows_1n[:, : config.context - pairs] = -1
+        text = None
+        if config.copies and copies:
+            lengths = torch.tensor([len(prompt)]), torch.tensor([len(response)])
+            texts = Texts.of(torch.tensor(prompt), lengths[0], ids_M, lengths[1], COPY_WINDOW)
+            text = texts.of_rows(torch.tensor([at]))
+        logits_1KV = heads(
+            hidden_MD[at : at + 1],
+            self.lm_head_VD,
+            condition=torch.cat([ids_M[at : at + 1], drafts_K[:-1]])[None],
+            embedding_VD=self.model.model.embed_tokens.weight,
+            context=Context.of(rows_1n, hidden_MD, ids_M),
+            text=text,
+            places=SERVED_PLACES,
+        )
+        return logits_1KV[0].softmax(-1)
+
+
+@dataclass(frozen=True)
+class DrawnDrafts:
+    """The drafts of one request in one step of an engine.
+
+    Attributes:
+        key: vLLM's id of the request.
+        prompt, response: vLLM's own state of the request when they were drawn.
+        ids_K: the drafts.
+        q_KV: what verification takes them to be drawn from.
+    """
+
+    key: str
+    prompt: list[int]
+    response: list[int]
+    ids_K: torch.Tensor
+    q_KV: torch.Tensor
+
+
+def drafter_of(engine: ColocatedEngine) -> Any:
+    return engine._running().llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+
+
+def watch_drafts(
+    engine: ColocatedEngine, monkeypatch: pytest.MonkeyPatch, every: int = 7
+) -> list[DrawnDrafts]:
+    """A list that fills with what the engine samples as drafts in every so many steps."""
+    drafter = drafter_of(engine)
+    honest = drafter._core.draft
+    seen: list[DrawnDrafts] = []
+    calls = 0
+
+    def draft(*given: Any, **named: Any) -> Any:
+        nonlocal calls
+        drafted = honest(*given, **named)
+        calls += 1
+        if calls % every:
+            return drafted
+        rows_B = torch.arange(len(drafted.ids_BK), device=drafted.ids_BK.device)
+        count = drafted.ids_BK.shape[1]
+        q_BKV = torch.stack(
+            [drafter._slots.q(rows_B, torch.full_like(rows_B, k)) for k in range(count)], 1
+        )
+        keys, live = drafter._running
+        for row, key in enumerate(keys):
+            prompt, response = list(live[key].prompt_token_ids), list(live[key].output_token_ids)
+            # A request whose prompt isn't finished has sampled nothing, and drafts for nobody.
+            if response and len(prompt) + len(response) == int(drafter._tokens_B[row]):
+                found = drafted.ids_BK[row].cpu(), q_BKV[row].cpu()
+                seen.append(DrawnDrafts(key, prompt, response, *found))
+        return drafted
+
+    monkeypatch.setattr(drafter._core, "draft", draft)
+    return seen
 
 
 def honesty_z(logits_MV: torch.Tensor, ids_M: torch.Tensor, sampling: Sampling) -> float:

@@ -2,14 +2,15 @@
 sampled tokens over the cases.
 
 A vocabulary of six tokens makes the joint of four tokens a table of 1,296 cells, so nothing hides
-in a mean. What it shows is corollary 3 of docs/theory.md.
+in a mean; one of two tokens makes that of ten tokens, in which a block of eight drafts ends, one of
+1,024. What it shows is corollary 3 of docs/theory.md.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from heads.vocabulary import truncate_logits
 from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.engines.colocated import ColocatedEngine
@@ -30,15 +32,48 @@ from tests.medusa_ppo.conftest import CPU, GRAPHS
 from tests.medusa_ppo.engines.conftest import CACHE
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
-V, D, LENGTH, REQUESTS = 6, 64, 4, 12_500
-PROMPT = [1, 4, 2, 0, 5, 3, 3]
+D, REQUESTS = 64, 12_500
+PROMPT = [1, 4, 2, 0, 5, 3, 3, 4, 2, 0]
+
+
+@dataclass(frozen=True)
+class Toy:
+    """A tiny vocabulary, the tokens of a response, and heads."""
+
+    vocab: int
+    length: int
+    heads: int
+    form: str
+
+    @property
+    def prompt(self) -> list[int]:
+        return [token % self.vocab for token in PROMPT]
+
+    @property
+    def heads_config(self) -> HeadsConfig:
+        if self.form != "default":
+            return HeadsConfig(D, self.vocab, self.heads, kind=self.form)
+        return HeadsSection(num_heads=self.heads).sizes(D, self.vocab)
+
+
+TOYS = {
+    "medusa": Toy(6, 4, 3, "medusa"),
+    "hydra": Toy(6, 4, 3, "hydra"),
+    "default": Toy(6, 4, 3, "default"),
+    "8 drafts": Toy(2, 10, 8, "default"),
+}
+
+
+@pytest.fixture(scope="module", params=TOYS.values(), ids=TOYS)
+def toy(request: pytest.FixtureRequest) -> Toy:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
+def model(toy: Toy) -> Any:
     torch.manual_seed(2)
     config = LlamaConfig(
-        vocab_size=V,
+        vocab_size=toy.vocab,
         hidden_size=D,
         intermediate_size=2 * D,
         num_hidden_layers=2,
@@ -53,9 +88,9 @@ def model() -> Any:
     return LlamaForCausalLM(config).eval().requires_grad_(False)
 
 
-@pytest.fixture(scope="module", params=["medusa", "hydra", "context"])
+@pytest.fixture(scope="module")
 def engine(
-    request: pytest.FixtureRequest,
+    toy: Toy,
     model: Any,
     serving: str,
     tmp_path_factory: pytest.TempPathFactory,
@@ -63,10 +98,11 @@ def engine(
     folder = tmp_path_factory.mktemp("toy")
     model.save_pretrained(folder / "model")
     torch.manual_seed(3)
-    kind, pairs = ("hydra", 3) if request.param == "context" else (request.param, 0)
-    heads = MedusaHeads(HeadsConfig(D, V, 3, kind=kind, context=pairs)).requires_grad_(False)
-    for parameter in heads.parameters():
-        parameter.copy_(torch.randn_like(parameter) * (0.1 if pairs else 0.2))
+    heads = MedusaHeads(toy.heads_config).requires_grad_(False)
+    for name, parameter in heads.named_parameters():
+        # What is copied has to move the drafts, or a fault in it would not show.
+        size = 1.0 if name.startswith("copy") else 0.1 if toy.form == "default" else 0.2
+        parameter.copy_(torch.randn_like(parameter) * size)
     save_heads(folder / "heads", heads, lm_head_VD=model.lm_head.weight)
     config = EngineConfig(
         dtype="float32",
@@ -76,32 +112,35 @@ def engine(
         memory_fraction=0.05,
         extra={} if serving == CPU else CACHE,
         enforce_eager=serving != GRAPHS,
-        num_drafts=3,
+        num_drafts=toy.heads,
     )
     with ColocatedEngine(folder / "model", folder / "heads", config) as started:
         yield started
 
 
-def joint(model: Any, sampling: Sampling) -> torch.Tensor:
-    """Probability of each of the V ** LENGTH continuations, float64, in lexicographic order."""
-    rows = torch.tensor([[*PROMPT, *tail] for tail in itertools.product(range(V), repeat=LENGTH)])
-    logits = model(input_ids=rows).logits[:, len(PROMPT) - 1 : -1].double()
+def joint(model: Any, toy: Toy, sampling: Sampling) -> torch.Tensor:
+    """Probability of each of the V ** length continuations, float64, in lexicographic order."""
+    V = toy.vocab
+    tails = itertools.product(range(V), repeat=toy.length)
+    rows = torch.tensor([[*toy.prompt, *tail] for tail in tails])
+    logits = model(input_ids=rows).logits[:, len(toy.prompt) - 1 : -1].double()
     flat = truncate_logits(
         logits.reshape(-1, V) / sampling.temperature, sampling.top_k, sampling.top_p
     ).log_softmax(-1)
-    steps = flat.reshape(-1, LENGTH, V).gather(2, rows[:, len(PROMPT) :, None]).squeeze(2)
+    drawn = rows[:, len(toy.prompt) :, None]
+    steps = flat.reshape(-1, toy.length, V).gather(2, drawn).squeeze(2)
     return steps.sum(1).exp()
 
 
-def p_value(engine: ColocatedEngine, model: Any, sampling: Sampling) -> float:
-    rollouts = engine.generate([PROMPT], sampling)
+def p_value(engine: ColocatedEngine, model: Any, toy: Toy, sampling: Sampling) -> float:
+    rollouts = engine.generate([toy.prompt], sampling)
     requests = sampling.responses_per_prompt
-    assert rollouts.generated_tokens == requests * LENGTH
+    assert rollouts.generated_tokens == requests * toy.length
     assert rollouts.counters.accepted > REQUESTS / 20
     ids = torch.tensor([response.token_ids for response in rollouts.responses])
-    cells = (ids * torch.tensor([V**3, V**2, V, 1])).sum(1)
-    observed = torch.bincount(cells, minlength=V**LENGTH).double()
-    expected = joint(model, sampling) * requests
+    places = torch.tensor([toy.vocab**power for power in reversed(range(toy.length))])
+    observed = torch.bincount((ids * places).sum(1), minlength=toy.vocab**toy.length).double()
+    expected = joint(model, toy, sampling) * requests
     assert float(observed[expected == 0].sum()) == 0
     # Rare cells together, so that each has the five expected counts that the test asks for.
     rare = expected < 5
@@ -130,7 +169,7 @@ PLAIN: Drafting = {"sampled": True, "draft_temperature": 1.0, "memory_bytes": 0,
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_joint_distribution_is_the_models(
-    engine: ColocatedEngine, model: Any, case: str
+    engine: ColocatedEngine, model: Any, toy: Toy, case: str
 ) -> None:
     drafting, wanted = CASES[case]
     engine.configure(**PLAIN | drafting)
@@ -138,17 +177,18 @@ def test_the_joint_distribution_is_the_models(
         2 if "stop_below" in drafting else 1
     )  # Of runs that end early fewer drafts are accepted.
     sampling = Sampling(
-        wanted.temperature, wanted.top_p, wanted.top_k, LENGTH, requests, None, True
+        wanted.temperature, wanted.top_p, wanted.top_k, toy.length, requests, None, True
     )
     torch.manual_seed(1)
-    # Of 24 cases one falls below 0.01 in one run of four. It is asked for four times the tokens,
+    # Of 32 cases one falls below 0.01 in one run of four. It is asked for four times the tokens,
     # which a wrong distribution fails the more.
     many = replace(sampling, responses_per_prompt=4 * requests)
-    assert p_value(engine, model, sampling) > 0.01 or p_value(engine, model, many) > 0.01
+    given = engine, model, toy
+    assert p_value(*given, sampling) > 0.01 or p_value(*given, many) > 0.01
 
 
 def test_a_wrong_q_fails(
-    engine: ColocatedEngine, model: Any, monkeypatch: pytest.MonkeyPatch
+    engine: ColocatedEngine, model: Any, toy: Toy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     honest = DraftSlots.stamp
 
@@ -160,4 +200,5 @@ def test_a_wrong_q_fails(
 
     engine.configure(**PLAIN)
     monkeypatch.setattr(DraftSlots, "stamp", dishonest)
-    assert p_value(engine, model, Sampling(1.0, 1.0, 0, LENGTH, REQUESTS, None, True)) < 1e-4
+    sampling = Sampling(1.0, 1.0, 0, toy.length, REQUESTS, None, True)
+    assert p_value(engine, model, toy, sampling) < 1e-4

@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from heads.checkpoint import save_heads, save_state
-from heads.modules import Context, MedusaHeads
-from heads.targets import context_rows
+from heads.modules import MedusaHeads
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.drafting.core import DraftingCore
@@ -24,7 +23,14 @@ from medusa_ppo.engines.probe import Uniformity, add_rollouts
 from medusa_ppo.engines.rollout_engine import check_state
 from medusa_ppo.vllm_plugin.worker_calls import first_of
 from tests.medusa_ppo.conftest import CPU, cpu_alone
-from tests.medusa_ppo.engines.conftest import HEADS, TIED, Actor, assert_greedy
+from tests.medusa_ppo.engines.conftest import (
+    HEADS,
+    TIED,
+    Actor,
+    DrawnDrafts,
+    assert_greedy,
+    watch_drafts,
+)
 
 # Slow, because an engine that ends in this process takes the shared engine's process groups with
 # it; test_ray_engine.py has a quick one.
@@ -68,12 +74,20 @@ PAIRS = 16
 NEW_TOKENS = 48
 
 
-@pytest.fixture(scope="module")
-def context_heads(actor: Actor) -> MedusaHeads:
-    """Random ones that read their context: what it says is as large as the state."""
+@pytest.fixture(scope="module", params=["context", "default"])
+def context_heads(request: pytest.FixtureRequest, actor: Actor) -> MedusaHeads:
+    """Random ones that read their context, alone or beside what they copy: what each says is as
+    large as the state.
+    """
+    if request.param == "default":
+        return actor.default_heads(3, size=1.0)
     heads = actor.random_heads(3, kind="hydra", context=PAIRS)
     heads.context_out.mul_(20)
     return heads
+
+
+default_heads_alone = pytest.mark.parametrize("context_heads", ["default"], indirect=True)
+"""For a test of what heads with a context have in common; those that copy have all of it."""
 
 
 @pytest.fixture(scope="module")
@@ -85,92 +99,81 @@ def context_engine(
 ) -> Iterator[ColocatedEngine]:
     folder = tmp_path_factory.mktemp("context") / "heads"
     save_heads(folder, context_heads, lm_head_VD=actor.lm_head_VD)
-    with ColocatedEngine(actor.path, folder, engine_config) as engine:
+    # Fewer tokens in a step than long prompts have together, and a cache of prompts, which a CPU
+    # has only where it is asked for.
+    more = {"enable_prefix_caching": True, "max_num_batched_tokens": 1024}
+    config = engine_config.model_copy(update={"extra": engine_config.extra | more})
+    with ColocatedEngine(actor.path, folder, config) as engine:
         yield engine
 
 
-def drafter_of(engine: ColocatedEngine) -> Any:
-    return engine._running().llm_engine.model_executor.driver_worker.worker.model_runner.drafter
+def assert_drawn_as_replayed(
+    actor: Actor, heads: MedusaHeads, seen: Sequence[DrawnDrafts], serving: str
+) -> None:
+    """Every q is what replay sees, and is another one without the context, or without copying."""
+    near = 1e-2 if serving == CPU else 5e-2  # Its states come from Triton's attention.
+    apart = []
+    alone = []
+    uncopied = []
+    for drawn in seen:
+        given = heads, drawn.prompt, drawn.response, drawn.ids_K
+
+        def off(q_KV: torch.Tensor, drawn: DrawnDrafts = drawn) -> float:
+            return float((q_KV - drawn.q_KV).abs().sum(-1).max())
+
+        apart.append(off(actor.replayed_q(*given)))
+        alone.append(off(actor.replayed_q(*given, pairs=1)))
+        uncopied.append(off(actor.replayed_q(*given, copies=False)))
+    assert len(apart) > 20 and max(apart) < near, (len(apart), sorted(apart)[-5:])
+    assert sorted(alone)[len(alone) // 2] > 0.1
+    assert not heads.config.copies or sorted(uncopied)[len(uncopied) // 2] > 0.1
 
 
-def expected_q(
-    actor: Actor,
-    heads: MedusaHeads,
-    prompt: Sequence[int],
-    response: Sequence[int],
-    at: int,
-    drafts_K: torch.Tensor,
-    cut: int = 0,
-):
-    """q of every head at a row of a response, as replay sees it: its context are the pairs of the
-    response alone.
-    """
-    text = torch.tensor([[*prompt, *response]])
-    hidden_TD = actor.model.model(input_ids=text).last_hidden_state[0, len(prompt) - 1 : -1]
-    ids_T = torch.tensor(response)
-    rows_1n = context_rows(torch.zeros_like(ids_T), PAIRS)[at : at + 1].clone()
-    rows_1n[:, : PAIRS - cut if cut else 0] = -1
-    condition_1K = torch.cat([ids_T[at : at + 1], drafts_K[:-1]])[None]
-    table_VD = actor.model.model.embed_tokens.weight
-    context = Context.of(rows_1n, hidden_TD, ids_T)
-    logits = heads(
-        hidden_TD[at : at + 1],
-        actor.lm_head_VD,
-        condition=condition_1K,
-        embedding_VD=table_VD,
-        context=context,
-    )
-    return logits[0].softmax(-1)
+def watch_cached(manager: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that fills with the prompt tokens that each new request finds in the cache."""
+    found: list[int] = []
+    original = manager.get_computed_blocks
+
+    def get_computed_blocks(*given: Any) -> Any:
+        result = original(*given)
+        found.append(int(result[1]))
+        return result
+
+    monkeypatch.setattr(manager, "get_computed_blocks", get_computed_blocks)
+    return found
 
 
+@pytest.mark.parametrize("how", ["short prompts", "siblings", "long prompts", "known prompts"])
 def test_with_a_context_the_engine_draws_from_the_q_that_replay_sees(
     context_engine: ColocatedEngine,
     actor: Actor,
     context_heads: MedusaHeads,
     serving: str,
     monkeypatch: pytest.MonkeyPatch,
+    how: str,
 ) -> None:
-    """Of every request at many steps, whatever was accepted before; and another q where it looks at
-    its own pair alone.
+    """Of every request at many steps, whatever was accepted before, whether its prompt came in one
+    step, in several, or from the cache.
     """
-    drafter = drafter_of(context_engine)
-    honest = drafter._core.draft
-    seen = []
-
-    def draft(*given: Any, **named: Any) -> Any:
-        drafted = honest(*given, **named)
-        seats = drafter._seats
-        rows_B = torch.arange(len(drafted.ids_BK), device=drafted.ids_BK.device)
-        q_BKV = torch.stack(
-            [drafter._slots.q(rows_B, torch.full_like(rows_B, k)) for k in range(HEADS)], 1
-        )
-        found = seats.requests_B.clone(), drafter._positions_B.clone(), drafted.ids_BK, q_BKV
-        seen.append(tuple(tensor.cpu() for tensor in found))
-        return drafted
-
-    monkeypatch.setattr(drafter._core, "draft", draft)
-    context_engine.configure(sampled=True, draft_temperature=1.0)
     prompts = actor.prompts[:6]
-    rollouts = context_engine.generate(
-        prompts, Sampling(max_new_tokens=NEW_TOKENS, ignore_eos=True)
-    )
-    first = min(int(requests_B.min()) for requests_B, *_ in seen)
-    apart = []
-    alone = []
-    for requests_B, positions_B, ids_BK, q_BKV in seen[3::7]:
-        for row, (request, position) in enumerate(
-            zip(requests_B.tolist(), positions_B.tolist(), strict=True)
-        ):
-            prompt = prompts[request - first]
-            response = rollouts.responses[request - first].token_ids
-            at = position - len(prompt) - 1
-            if 0 <= at < len(response):
-                for cut, found in ((0, apart), (1, alone)):
-                    q_KV = expected_q(actor, context_heads, prompt, response, at, ids_BK[row], cut)
-                    found.append(float((q_KV - q_BKV[row]).abs().sum(-1).max()))
-    near = 1e-2 if serving == CPU else 5e-2  # Its states come from Triton's attention.
-    assert len(apart) > 20 and max(apart) < near, (len(apart), max(apart))
-    assert sorted(alone)[len(alone) // 2] > 0.1
+    sampling = Sampling(max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    if how == "siblings":
+        sampling = replace(sampling, responses_per_prompt=3, seed=4)
+    elif how != "short prompts":
+        prompts = [(prompt * 9)[:400] for prompt in prompts]
+    context_engine._forget_prompts()
+    context_engine.configure(num_drafts=HEADS, sampled=True, draft_temperature=1.0)
+    if how == "known prompts":
+        context_engine.generate(prompts, replace(sampling, max_new_tokens=1))
+    scheduler = context_engine._running().llm_engine.engine_core.engine_core.scheduler
+    cached = watch_cached(scheduler.kv_cache_manager, monkeypatch)
+    seen = watch_drafts(context_engine, monkeypatch)
+    context_engine.generate(prompts, sampling)
+    if how == "long prompts":
+        assert sum(map(len, prompts)) > scheduler.max_num_scheduled_tokens and not any(cached)
+    elif how == "known prompts":
+        assert len(cached) == len(prompts) and min(cached) > 200
+    assert_drawn_as_replayed(actor, context_heads, seen[:: max(1, len(seen) // 40)], serving)
 
 
 def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
@@ -215,6 +218,30 @@ def test_with_a_context_sampled_tokens_have_the_models_distribution(
     assert not wrong.honest, wrong.figures()
 
 
+@default_heads_alone
+def test_seeded_responses_are_the_same_in_any_company(
+    context_engine: ColocatedEngine, actor: Actor, serving: str
+) -> None:
+    """With siblings, and with prompts that come in several steps or from the cache."""
+    context_engine.configure(num_drafts=HEADS, sampled=True)
+    sampling = Sampling(max_new_tokens=NEW_TOKENS, responses_per_prompt=2, seed=9)
+    prompts = [*actor.prompts[:8], *((prompt * 9)[:400] for prompt in actor.prompts[:8])]
+    context_engine._forget_prompts()
+    first = context_engine.generate(prompts, sampling)
+    context_engine._forget_prompts()
+    assert context_engine.generate(prompts, sampling).responses == first.responses
+    known = context_engine.generate(prompts, sampling)
+    assert len({response.token_ids for response in first.responses}) > 24
+    assert first.counters.accepted > 20
+    few = context_engine.generate(prompts[:4], sampling)
+    if serving == CPU:  # On a GPU a product of another shape is rounded differently.
+        # So is attention to a cached prompt, here and there to another token.
+        other = [a != b for a, b in zip(tokens(known), tokens(first), strict=True)]
+        assert not any(other[:16]) and sum(other) <= 4, other
+        assert tokens(few) == tokens(first)[:8]
+
+
+@default_heads_alone
 @cpu_alone
 def test_an_actor_synced_while_heads_are_prepared_is_the_one_that_they_draft_for(
     context_engine: ColocatedEngine,
@@ -229,7 +256,7 @@ def test_an_actor_synced_while_heads_are_prepared_is_the_one_that_they_draft_for
         5, actor.model.config.hidden_size, generator=torch.Generator().manual_seed(0)
     )
     path = str(tmp_path / "heads")
-    save_state(path, actor.random_heads(4, kind="hydra", context=PAIRS).trainable_state())
+    save_state(path, actor.default_heads(4, size=1.0).trainable_state())
     found = check_state(path, "heads")
 
     def prepare() -> None:

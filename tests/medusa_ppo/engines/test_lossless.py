@@ -20,27 +20,47 @@ def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
     return [response.token_ids for response in rollouts.responses]
 
 
-@pytest.mark.engine
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-def test_greedy_tokens_are_those_of_an_engine_without_speculation(
-    actor: Actor, engine_config: EngineConfig, serving: str, tmp_path: Path
-) -> None:
-    """256 responses of 128 tokens in float32: K chosen at every step by measured costs or at
-    random, one-hot and sampled drafts.
-    """
-    prompts = [
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
+GREEDY = Sampling(temperature=0.0, max_new_tokens=128, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def prompts(actor: Actor) -> list[list[int]]:
+    return [
         *actor.prompts,
         *(p[:-7] for p in actor.prompts),
         *(p[:-19] for p in actor.prompts),
         *(p[:-31] for p in actor.prompts),
     ]
-    greedy = Sampling(temperature=0.0, max_new_tokens=128, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def expected(
+    actor: Actor, engine_config: EngineConfig, prompts: list[list[int]]
+) -> list[tuple[int, ...]]:
     with ColocatedEngine(actor.path, None, engine_config) as plain:
-        expected = tokens(plain.generate(prompts, greedy))
+        return tokens(plain.generate(prompts, GREEDY))
+
+
+@pytest.mark.parametrize("form", ["hydra", "default"])
+def test_greedy_tokens_are_those_of_an_engine_without_speculation(
+    actor: Actor,
+    engine_config: EngineConfig,
+    prompts: list[list[int]],
+    expected: list[tuple[int, ...]],
+    serving: str,
+    tmp_path: Path,
+    form: str,
+) -> None:
+    """256 responses of 128 tokens in float32: K chosen at every step by measured costs or at
+    random, one-hot and sampled drafts.
+    """
     assert len(expected) == 256 and {len(ids) for ids in expected} == {128}
     # Random heads that sometimes are right: lm_head alone guesses a token twice now and then.
-    save_heads(tmp_path / "heads", actor.random_heads(1, kind="hydra"), lm_head_VD=actor.lm_head_VD)
+    heads = actor.random_heads(1, kind="hydra")
+    if form == "default":
+        heads = actor.default_heads(1, size=0.1)
+    save_heads(tmp_path / "heads", heads, lm_head_VD=actor.lm_head_VD)
     given: list[tuple[int, ...]] = []
     rng = random.Random(0)
     with ColocatedEngine(actor.path, tmp_path / "heads", engine_config) as engine:
@@ -54,7 +74,7 @@ def test_greedy_tokens_are_those_of_an_engine_without_speculation(
                 # step happen.
                 chooser.choose = lambda batch: rng.randrange(HEADS + 1)
             engine.configure(choose=True, sampled=sampled)
-            rollouts = engine.generate(prompts[part * 64 : (part + 1) * 64], greedy)
+            rollouts = engine.generate(prompts[part * 64 : (part + 1) * 64], GREEDY)
             assert (
                 rollouts.counters.drafts >= 100 * at_random
             )  # The measured choice may be not to draft at all.

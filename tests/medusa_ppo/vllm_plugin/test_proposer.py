@@ -15,6 +15,7 @@ from scipy.stats import chisquare
 
 from heads.checkpoint import save_state
 from heads.copying import SERVED_PLACES, Texts
+from heads.errors import SwapError
 from heads.heads_config import HeadsConfig
 from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING
@@ -634,6 +635,43 @@ def test_a_draft_vocabulary_without_the_copied_token_has_a_whole_q(device: torch
         assert q_BW.shape == (1, 3)
         torch.testing.assert_close(q_BW.sum().cpu(), torch.tensor(1.0))
     assert set(drafted.ids_BK.flatten().tolist()) <= set(ids_W.tolist())
+
+
+OTHER_FORMS: dict[str, dict[str, int]] = {
+    "without copying": {"copy_parts": 0},
+    "without a context": {"copy_parts": 0, "context": 0},
+    "other parts": {"copy_parts": 3},
+    "other keys": {"copy_tokens": 2},
+    "feed-forward": {"feed_forward": 1},
+    "another K": {"num_heads": K + 1},
+    "another number of pairs": {"context": PAIRS - 1},
+}
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_heads_of_another_form_are_refused_or_served_as_this_engine_serves(
+    device: torch.device, tmp_path: Path, form: str
+) -> None:
+    """The number of pairs is the engine's: no tensor depends on it."""
+    step = ProposerStep(2, pairs=PAIRS, copy_parts=2, device=device)
+    proposer = step.proposer
+    sizes = {"num_heads": K, "context": PAIRS, "copy_parts": 2} | OTHER_FORMS[form]
+    torch.manual_seed(3)
+    other = MedusaHeads(HeadsConfig(D, V, kind="hydra", **sizes)).requires_grad_(False)
+    for parameter in other.parameters():
+        parameter.copy_(torch.randn_like(parameter) / 2)
+    save_state(tmp_path / "other", other.trainable_state())
+    rows = torch.randn(6, D).tolist(), list(range(6))
+    before = proposer.probe(*rows)
+    if form == "another number of pairs":
+        proposer.swap(str(tmp_path / "other"), 1)
+        assert proposer.held_version() == 1 and proposer._ring.pairs == PAIRS
+        assert proposer.probe(*rows) != before
+        return
+    with pytest.raises(SwapError, match="not those of the serving heads") as caught:
+        proposer.swap(str(tmp_path / "other"), 1)
+    assert "same kind, K and sizes" in str(caught.value)
+    assert proposer.fed and proposer.version == 0 and proposer.probe(*rows) == before
 
 
 @pytest.mark.parametrize("copy_parts", [0, 2])

@@ -21,6 +21,7 @@ from heads.errors import MedusaError, SwapError
 
 pytest.importorskip("vllm")
 
+from medusa_ppo.drafting.products import plain_linear
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.vllm_plugin import confirm, rank_agreement, worker_extension
 from medusa_ppo.vllm_plugin.second_set import SecondSet, begin_beside
@@ -54,8 +55,18 @@ class TwoRanks:
         def one(rank: int) -> Any:
             self.here.rank = rank
             group = ProcessGroupGloo(self._store, rank, RANKS, timedelta(seconds=WAITS_S))
+
+            def all_gather(part: torch.Tensor, dim: int) -> torch.Tensor:
+                parts = [torch.empty_like(part) for _ in range(RANKS)]
+                group.allgather([parts], [part.contiguous()]).wait()
+                return torch.cat(parts, dim)
+
             self.here.group = SimpleNamespace(
-                world_size=RANKS, ranks=list(range(RANKS)), cpu_group=group
+                world_size=RANKS,
+                rank_in_group=rank,
+                ranks=list(range(RANKS)),
+                cpu_group=group,
+                all_gather=all_gather,
             )
             try:
                 return work(rank)
@@ -79,6 +90,50 @@ class TwoRanks:
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> TwoRanks:
     return TwoRanks(monkeypatch)
+
+
+@pytest.mark.parametrize("agree", [True, False])
+@pytest.mark.parametrize("rows", ["draft vocabulary", "small lm_head", "own lm_heads"])
+def test_ranks_that_round_differently_draw_from_the_same_q(
+    ranks: TwoRanks, monkeypatch: pytest.MonkeyPatch, rows: str, agree: bool
+) -> None:
+    """To the bit, whatever each multiplies by itself; not so if each multiplied by all rows alone.
+    An odd number of rows is shared, too. tests/medusa_ppo/engines/test_tensor_parallel.py has it in
+    an engine.
+    """
+    from medusa_ppo.vllm_plugin import proposer
+
+    if not agree:
+        monkeypatch.setattr(proposer, "shared_product", lambda pack: pack)
+    keys = [str(row) for row in range(20)]
+    # Seeds, because the threads share torch's generator.
+    seeds = list(range(len(keys)))
+    steps = [ProposerStep(len(keys), seeds, pairs=2, copy_parts=2) for _ in range(RANKS)]
+    ups = torch.rand(steps[0].hidden_1D.shape, generator=torch.Generator().manual_seed(6)) < 0.5
+    steps[1].hidden_1D = torch.nextafter(
+        steps[1].hidden_1D, torch.where(ups, torch.inf, -torch.inf)
+    )
+
+    def work(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        mine = steps[rank].proposer
+        pack = proposer.shared_product(plain_linear)
+        mine._lm_head = steps[rank].logits
+        if rows == "own lm_heads":
+            # As many rows as tokens, which two ranks share evenly.
+            lm_heads = [steps[rank].lm_head_VD + k for k in range(mine.num_drafts)]
+            mine._core._own = [pack(lm_head_VD) for lm_head_VD in lm_heads]
+        else:
+            size = 7 if rows == "draft vocabulary" else 0
+            mine.draft_vocabulary = mine._new_vocabulary(size)
+            mine._refresh_vocabulary()
+            assert mine.draft_vocabulary.product is not None
+        ids_BK = steps[rank].propose(keys, 9)
+        return ids_BK, mine._slots.cumulative_KRX[:, : len(keys)].clone()
+
+    first, second = ranks.run(work)
+    assert not isinstance(first, Exception) and not isinstance(second, Exception), (first, second)
+    assert torch.equal(first[1], second[1]) == agree
+    assert torch.equal(first[0], second[0]) or not agree
 
 
 NO_ROOM = MemoryError("no room for the file")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from heads.copying import Texts
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 
@@ -652,6 +653,108 @@ def test_texts_are_copied_from_by_the_keys_of_the_heads_that_serve() -> None:
         for step, ring in ((running, texts), (later, expected))
     )
     torch.testing.assert_close(found, other)
+
+
+def written_by(speculator: Any) -> list[int]:
+    """A list that fills with how many tokens each call writes to the texts."""
+    written: list[int] = []
+    copier = speculator.drafter._core.copier
+    write = copier.write
+
+    def counted(ring: TextRing, slots_N: torch.Tensor, *more: torch.Tensor) -> None:
+        written.append(len(slots_N))
+        write(ring, slots_N, *more)
+
+    copier.write = counted
+    return written
+
+
+def test_of_a_prompt_of_100k_tokens_only_the_window_is_written() -> None:
+    """Its last tokens are copied from as those of a text of their own; a request beside it keeps
+    its text.
+    """
+    step = Step(pairs=4, copy_parts=2)
+    drafter = step.speculator.drafter
+    ring, copier = drafter._texts, drafter._core.copier
+    held = sum(tensor.nbytes for tensor in tensors_of([ring]))
+    written = written_by(step.speculator)
+    generator = torch.Generator().manual_seed(0)
+    # Few different tokens, so that there is much to find.
+    long = torch.randint(12, (100_000,), generator=generator).tolist()
+    near = [3, 1, 4, 1, 5, 9, 3, 1]
+    drafter.admit([arrived(2, long), arrived(0, near)])
+    assert sum(written) == ring.places + len(near)
+    assert sum(tensor.nbytes for tensor in tensors_of([ring])) == held
+    slots_B = torch.tensor([2, 0])
+    newest_B = torch.tensor([len(long) - 1, len(near) - 1])
+    told_BKH = copier.find(ring, slots_B, newest_B)
+    for told_KH, text in zip(told_BKH, (long[-ring.places :], near), strict=True):
+        ids_M = torch.tensor(text)
+        lengths = torch.tensor([0]), torch.tensor([len(text)])
+        texts = Texts.of(ids_M[:0], lengths[0], ids_M, lengths[1])
+        of_last = texts.of_rows(lengths[1] - 1)
+        wanted = drafter.heads._copied(of_last, drafter._core._embed(torch.arange(V)), 2)[0]
+        torch.testing.assert_close(told_KH, wanted, rtol=1e-3, atol=1e-5)
+        assert wanted.any()
+
+
+@pytest.mark.parametrize("prompt", [[], [7], [7, 8]])
+def test_a_prompt_shorter_than_k_drafts_and_finds_nothing(prompt: list[int]) -> None:
+    """And an empty one, as of a prompt that was given as embeddings; what stood in its slot before
+    is no text of it.
+    """
+    step = Step(pairs=4, copy_parts=2)
+    drafter = step.speculator.drafter
+    drafter.admit([arrived(1, [7, 8, 9, 7, 8, 9, 7, 8]), arrived(4, [1, 2, 1, 2, 1, 2])])
+    drafter.admit([arrived(1, prompt)])
+    newest_B = torch.tensor([max(len(prompt) - 1, 0), 5])
+    told_BKH = drafter._core.copier.find(drafter._texts, torch.tensor([1, 4]), newest_B)
+    assert not told_BKH[0].any() and told_BKH[1].any()
+    step.batch.positions = torch.tensor([max(len(prompt) - 1, 0), 5, 0])
+    ids_BK = step.propose()
+    assert ids_BK.shape == (B, K) and bool(((ids_BK >= 0) & (ids_BK < V)).all())
+    assert (step.verified(ids_BK).isfinite().sum(2) > 1).all(), "both have a q"
+
+
+def test_v2_copies_no_token_of_an_image() -> None:
+    image = 7
+    step = Step(pairs=4, copy_parts=2)
+    drafter = step.speculator.drafter
+    core = drafter._core
+    drafter.admit([arrived(1, [5, image, image, 6, 5, image, 6, 5])])
+    asked: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for never in ((), (image,)):
+        core.copier = Copier(drafter.heads, core._embed, never=never)
+        told = core.copier._told
+
+        def watched(*given: torch.Tensor, told: Any = told) -> torch.Tensor:
+            asked.append(given)
+            return told(*given)
+
+        core.copier._told = watched
+        core.copier.find(drafter._texts, torch.tensor([1]), torch.tensor([7]))
+    (ids_BKAm, share_BKAm), (same_BKAm, never_BKAm) = asked
+    assert torch.equal(ids_BKAm, same_BKAm)
+    images_BKAm = ids_BKAm == image
+    assert share_BKAm[images_BKAm].any() and not never_BKAm[images_BKAm].any()
+    assert torch.equal(share_BKAm[~images_BKAm], never_BKAm[~images_BKAm])
+
+
+def test_a_draft_vocabulary_without_the_copied_token_has_a_whole_q_on_v2() -> None:
+    """q is over the map; what it lacks is never drafted, whatever was found."""
+    step = Step(pairs=4, copy_parts=2)
+    drafter = step.speculator.drafter
+    drafter.admit([arrived(slot, [7, 8, 9, 7, 8, 9, 7, 8]) for slot in (1, 4)])
+    ids_W = torch.tensor([1, 4, 6, 20])
+    weight_VD = drafter._lm_head(torch.eye(D)).T
+    drafter._slots = DraftSlots(SLOTS, K, len(ids_W), drafter.device, ids_W)
+    drafter._core.use_vocabulary(ids_W, lambda rows: rows @ weight_VD[ids_W].T)
+    step.batch.positions = torch.tensor([7, 7, 7])
+    ids_BK = step.propose()
+    assert set(ids_BK.flatten().tolist()) <= set(ids_W.tolist())
+    log_q_2KV = step.verified(ids_BK) / step.temperature_S[step.batch.idx_mapping[:2]].view(2, 1, 1)
+    torch.testing.assert_close(log_q_2KV.exp().sum(2), torch.ones(2, K))
+    assert set(log_q_2KV.isfinite().nonzero()[:, 2].tolist()) <= set(ids_W.tolist())
 
 
 def test_steps_scheduled_ahead_have_as_many_drafts_as_were_scheduled() -> None:
