@@ -656,7 +656,7 @@ class KeyEffects:
         class Session:
             def __init__(self, *arguments: Any) -> None:
                 self.prepare = lambda *arguments: (parts, None, None)
-                self.save = self.finish = lambda *arguments: None
+                self.save = self.finish = self.stop_if_told = lambda *arguments: None
                 self.compare = lambda parts, measure: asked.append("compare")
 
             def __enter__(self) -> Session:
@@ -665,7 +665,7 @@ class KeyEffects:
             def __exit__(self, *arguments: Any) -> None:
                 pass
 
-        loop = SimpleNamespace(run=lambda writer: None, position=None)
+        loop = SimpleNamespace(run=lambda writer, stop_if_told: None, position=None)
         self._patch.setattr(loop_file, "RunSession", Session)
         self._patch.setattr(loop_file, "PPOLoop", lambda *arguments: loop)
         loop_file.run_ppo(config)
