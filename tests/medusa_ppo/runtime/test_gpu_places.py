@@ -204,7 +204,9 @@ def test_ray_keeps_a_gpu_for_each_rank_of_an_engine(
         reserved.append(([bundle["GPU"] for bundle in bundles], what))
         return "group"
 
-    def start(model: str, heads: None, config: EngineConfig, seed: int, where: Any) -> Any:
+    def start(
+        model: str, heads: None, config: EngineConfig, seed: int, *, where: Any, **_: Any
+    ) -> Any:
         placed.append(where)
         assert ray_engine.gpus_asked(config) == gpus
         return SimpleNamespace(
@@ -282,7 +284,9 @@ def test_no_gpu_is_asked_about_what_is_set(monkeypatch: pytest.MonkeyPatch) -> N
     run = hardware.settled(build_config({"companion": {"enabled": True}}), node)
     assert hardware.settled(run, full) == run
     monkeypatch.setattr(ray_engine, "visible_gpus", tuple)
-    monkeypatch.setattr(ray_engine, "RayEngine", lambda model, heads, config, seed, place: config)
+    monkeypatch.setattr(
+        ray_engine, "RayEngine", lambda model, heads, config, seed, place, **_: config
+    )
     monkeypatch.setattr(ray_engine, "run_hardware", full)
     assert ray_engine.make_engine("actor", None, run.engine) == run.engine
     with pytest.raises(RunError, match="no GPU is free"):
