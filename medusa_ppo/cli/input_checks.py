@@ -13,19 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from heads.errors import CheckpointError, ModelError
+from medusa_ppo.config.data_section import EMBEDDED_DATA
 from medusa_ppo.config.model_section import EMBEDDED_ACTORS, MEGATRON_FILES
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.engines.launch import read_heads_config
+from medusa_ppo.offline.options import HUB_PREFIX
 from medusa_ppo.runtime.data_files import data_file
 
 CONFIG = "config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-ON_THE_HUB = "hf://"
-"""Heads of the hub begin with it; models of the hub are `name` or `owner/name`."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
-
-EMBEDDED_DATA = "demo"
-"""Data of a run that are generated."""
+"""Models of the hub are `name` or `owner/name`; heads of the hub begin with HUB_PREFIX."""
 
 ModelFile = dict[str, Any]
 """The content of a model's config.json; empty if only the hub knows it."""
@@ -86,7 +84,7 @@ def check_heads(
         CheckpointError: no such heads, or another model's.
     """
     path = Path(folder)
-    if hub and str(folder).startswith(ON_THE_HUB):
+    if hub and str(folder).startswith(HUB_PREFIX):
         return
     if may_be_new and not (path / CONFIG).is_file():
         if os.path.lexists(path) and (not path.is_dir() or any(path.iterdir())):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from medusa_ppo.config.section import Count, Section, Text
 
+EMBEDDED_DATA = "demo"
+"""Name of the embedded task, whose rows are generated."""
+
 
 class DataConfig(Section):
     """Where prompts and reference answers come from."""
 
-    path: Text = "demo"
+    path: Text = EMBEDDED_DATA
     """The prompts: a JSONL, Parquet, CSV or text file, or a hub name (`NAME:SUBSET` for one with
     subsets). `demo` is generated arithmetic. Set it to your data.
     """

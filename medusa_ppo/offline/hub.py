@@ -20,12 +20,12 @@ from heads.checkpoint import HeadsMetadata, load_heads, load_lm_head, save_heads
 from heads.errors import ConfigError, DataError, HubError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.offline.foreign import HEADS_FILE, base_model_of
+from medusa_ppo.offline.options import HUB_PREFIX
 from medusa_ppo.reports.store import without_secrets
 
 logger = logging.getLogger(__name__)
 
 CARD = Path(__file__).with_name("card.md.jinja")
-PREFIX = "hf://"
 # Names become parts of cache paths and addresses, so only the hub's own characters are allowed.
 NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 REVISION = re.compile(r"[A-Za-z0-9][\w./-]{0,95}")
@@ -226,9 +226,9 @@ def local_heads(name: str, hub: Hub | None = None) -> Path:
         ConfigError: what follows hf:// is not a repository, or what follows @ not a revision.
         HubError: the hub can't be reached, or has no such repository for this user.
     """
-    if not name.startswith(PREFIX):
+    if not name.startswith(HUB_PREFIX):
         return Path(name)
-    repo, _, revision = name.removeprefix(PREFIX).partition("@")
+    repo, _, revision = name.removeprefix(HUB_PREFIX).partition("@")
     _check_repo(repo)
     if revision and (not REVISION.fullmatch(revision) or ".." in revision):
         raise ConfigError(

@@ -18,6 +18,8 @@ from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.config.sampling_section import SamplingConfig
 
+HUB_PREFIX = "hf://"
+"""Heads of the hub are named so: hf://OWNER/NAME."""
 NOT_IN_THE_HEADS = ("out", "max_minutes", "target_mal", "cache_bytes", "fresh")
 """Options that change when a training stops or how fast it is, but not the heads that it has after
 a given number of tokens.

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from heads.errors import DataError
 from medusa_ppo.actors.vision import ImageReader
-from medusa_ppo.config.data_section import DataConfig
+from medusa_ppo.config.data_section import EMBEDDED_DATA, DataConfig
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
@@ -30,7 +30,6 @@ from medusa_ppo.runtime.files import write_atomic
 
 logger = logging.getLogger(__name__)
 
-DEMO = "demo"
 ANSWER = "answer"
 DEMO_ROWS = 2048
 DEMO_EVAL_ROWS = 128
@@ -126,7 +125,7 @@ class PromptStream:
         training prompts.
         """
         path = config.eval_path or config.path
-        if path == config.path and path != DEMO and Path(path).is_file():
+        if path == config.path and path != EMBEDDED_DATA and Path(path).is_file():
             do = "Set data.eval_path to another file."
             raise DataError(
                 "A file has no splits.",
@@ -174,7 +173,7 @@ def _rows(config: DataConfig) -> list[dict[str, Any]]:
     """
     first = FIRST_ROWS.fullmatch(config.split)
     split, limit = (first["split"], int(first["limit"])) if first else (config.split, 0)
-    if config.path == DEMO:
+    if config.path == EMBEDDED_DATA:
         split = "eval" if split == "test" else split  # Common names for such columns.
         return list(
             demo_rows(split, limit=limit or (DEMO_ROWS if split == "train" else DEMO_EVAL_ROWS))
