@@ -297,8 +297,7 @@ class MedusaPlugin:
         if len(own) < warming.LEAST_PROMPTS:
             problem = (
                 f"{len(own)} different prompts are too few to train and judge on; a warm-up needs "
-                "at least"
-                f" {warming.LEAST_PROMPTS} there is one. The heads begin untrained."
+                f"{warming.LEAST_PROMPTS}. The heads begin untrained."
             )
             return WarmUpReport(prompts=len(own), problem=problem)
         rollouts = warming.write_responses(

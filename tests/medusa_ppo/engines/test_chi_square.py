@@ -28,10 +28,9 @@ from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.vllm_plugin.worker_calls import Drafting
-from tests.medusa_ppo.conftest import CPU, GRAPHS
+from tests.medusa_ppo.conftest import CPU, EAGER, GRAPHS
 from tests.medusa_ppo.engines.conftest import CACHE
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
 D, REQUESTS = 64, 12_500
 PROMPT = [1, 4, 2, 0, 5, 3, 3, 4, 2, 0]
 
@@ -62,11 +61,27 @@ TOYS = {
     "default": Toy(6, 4, 3, "default"),
     "8 drafts": Toy(2, 10, 8, "default"),
 }
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.slow,
+    pytest.mark.parametrize(
+        ("toy", "serving"),
+        [
+            *((name, CPU) for name in TOYS),
+            *(pytest.param(name, GRAPHS, marks=pytest.mark.gpu) for name in TOYS),
+            # Without CUDA graphs the default alone: the rest differs from it in the heads, which
+            # test_proposer.py compares on a GPU as well.
+            pytest.param("default", EAGER, marks=pytest.mark.gpu),
+        ],
+        indirect=True,
+        scope="module",
+    ),
+]
 
 
-@pytest.fixture(scope="module", params=TOYS.values(), ids=TOYS)
+@pytest.fixture(scope="module")
 def toy(request: pytest.FixtureRequest) -> Toy:
-    return request.param
+    return TOYS[request.param]
 
 
 @pytest.fixture(scope="module")
