@@ -23,6 +23,7 @@ from typing import Any
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._private import services as ray_services
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -35,7 +36,6 @@ logger = logging.getLogger(__name__)
 
 MIB = 1024**2
 START_ATTEMPTS = 3
-CLUSTERS = "ENABLE_RAY_CLUSTER"
 RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Older Rays hide all GPUs from a process that asked for none, and warn that newer ones won't.
@@ -141,7 +141,12 @@ def _start(folder: Path, cpus: int, store_bytes: int, gpus: int | None = None) -
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     for left in reversed(range(START_ATTEMPTS)):
         try:
-            with _on_loopback():
+            with (
+                # It listens on 127.0.0.1, as it does by itself on systems without cluster support
+                # (Windows, macOS). The environment variable was read when Ray was imported.
+                _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
+                _replaced(ray_services, "ConsolePopen", _OwnSession),
+            ):
                 ray.init(
                     address="local",
                     num_cpus=cpus,
@@ -165,18 +170,29 @@ def _start(folder: Path, cpus: int, store_bytes: int, gpus: int | None = None) -
             logger.warning("Ray did not start; trying once more: %s", error)
 
 
-@contextlib.contextmanager
-def _on_loopback() -> Iterator[None]:
-    """A Ray started in the block listens on 127.0.0.1, as it does by itself on systems without
-    cluster support (Windows, macOS).
+class _OwnSession(ray_services.ConsolePopen):
+    """A server of Ray that doesn't get the signals of this process's group.
+
+    `timeout` and Slurm send SIGTERM to a whole group. Without its servers Ray ends this process
+    before a run has written its report. (They still end with this process: Linux sees to it.)
     """
-    # By now a constant: its environment variable was read when Ray was imported.
-    before = getattr(ray_constants, CLUSTERS, None)
-    setattr(ray_constants, CLUSTERS, False)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, start_new_session=True, **kwargs)
+
+
+@contextlib.contextmanager
+def _replaced(module: Any, name: str, value: object) -> Iterator[None]:
+    """Ray has no setting for this; a Ray without the name goes on without the change."""
+    if not hasattr(module, name):
+        yield
+        return
+    before = getattr(module, name)
+    setattr(module, name, value)
     try:
         yield
     finally:
-        setattr(ray_constants, CLUSTERS, before)
+        setattr(module, name, before)
 
 
 def _object_store_bytes(queue_bytes: int) -> int:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -317,9 +318,16 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("number", "send"),
+    [(signal.SIGINT, os.kill), (signal.SIGTERM, os.kill), (signal.SIGTERM, os.killpg)],
+    ids=["Ctrl-C", "SIGTERM", "SIGTERM to the group"],
+)
 def test_a_signal_leaves_a_partial_report_and_nothing_else(
-    chain_actor: Path, tmp_path: Path, number: signal.Signals
+    chain_actor: Path,
+    tmp_path: Path,
+    number: signal.Signals,
+    send: Callable[[int, signal.Signals], None],
 ):
     import yaml
 
@@ -332,6 +340,7 @@ def test_a_signal_leaves_a_partial_report_and_nothing_else(
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     assert process.stdout is not None
     for line in process.stdout:
@@ -340,7 +349,7 @@ def test_a_signal_leaves_a_partial_report_and_nothing_else(
     children = psutil.Process(process.pid).children(recursive=True)
     assert children
     time.sleep(0.3)  # into a phase of the next step
-    process.send_signal(number)
+    send(process.pid, number)
     process.stdout.read()
     assert process.wait(60) == 130
     _, alive = psutil.wait_procs(children, timeout=20)

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from heads.errors import RunError
@@ -173,6 +174,42 @@ def test_a_local_ray_lets_in_only_who_is_on_this_machine_and_has_its_token():
         check=False,
     )
     assert ran.stdout.split() == ["0", "1", "True", "[]"], ran.stdout + ran.stderr[-1000:]
+
+
+AFTER_A_SIGNAL = """
+import ray
+from medusa_ppo.runtime.processes import StopSignals, local_ray
+
+with StopSignals() as signals, local_ray():
+    signals.install()
+    answer = ray.remote(lambda: "still there")
+    ray.get(answer.remote())
+    try:
+        print("ready", flush=True)
+        input()
+    except KeyboardInterrupt:
+        signals.ignore()
+        print(ray.get(answer.remote(), timeout=60))
+"""
+
+
+def test_a_signal_to_the_whole_group_leaves_ray_until_the_clean_up_is_done():
+    """As `timeout` and Slurm send it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", AFTER_A_SIGNAL],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        servers = psutil.Process(process.pid).children(recursive=True)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.stdout.read() == "still there\n"
+    assert process.returncode == 0
+    assert servers and not any(
+        server.is_running() and server.status() != psutil.STATUS_ZOMBIE for server in servers
+    )
 
 
 def test_one_line_is_left_out_of_stderr_and_the_others_come(capfd: pytest.CaptureFixture[str]):
