@@ -16,7 +16,7 @@ from medusa_ppo.plugin.no_plugin import NoPlugin
 from medusa_ppo.plugin.warm_up import FOLDER, LEAST_PROMPTS
 from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo.batch import PPOBatch
-from medusa_ppo.ppo.generation import num_drafts, sampling_of
+from medusa_ppo.ppo.generation import Prompt, PromptStream, num_drafts, sampling_of
 from medusa_ppo.ppo.placement import ACTOR
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition
@@ -40,6 +40,12 @@ def wanted(config: RunConfig, position: RunPosition) -> bool:
     )
 
 
+def prompts_of(config: RunConfig, stream: PromptStream) -> list[Prompt]:
+    """The prompts that a run's warm-up is about: those of its first steps."""
+    most = max(LEAST_PROMPTS, config.heads.warm_up_tokens // TOKENS_PER_PROMPT)
+    return stream.batch(0, min(most, len(stream.prompts)))
+
+
 def warm_up(config: RunConfig, parts: Parts, progress: ProgressSink, position: RunPosition) -> None:
     """Train the heads before step 0, if `wanted`, and report cost and gain.
 
@@ -51,8 +57,7 @@ def warm_up(config: RunConfig, parts: Parts, progress: ProgressSink, position: R
     level = config.engine.sleep_level
     turns = parts.learner.turns
     pad_id = getattr(parts.tokenizer, "pad_token_id", None) or 0
-    most = max(LEAST_PROMPTS, section.warm_up_tokens // TOKENS_PER_PROMPT)
-    prompts = parts.prompts.batch(0, min(most, len(parts.prompts.prompts)))
+    prompts = prompts_of(config, parts.prompts)
 
     def score(rollouts: Rollouts) -> None:
         turns.sleep(parts.engine, level)

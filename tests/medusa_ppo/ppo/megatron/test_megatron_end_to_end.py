@@ -50,7 +50,8 @@ def settings(actor: Path, out: Path, steps: int) -> RunConfig:
                 "threads": 1,
                 "num_drafts": 3,
             },
-            "heads": {"num_heads": 3, "kind": "hydra"},
+            # Without a warm-up heads have all to learn beside the loop.
+            "heads": {"num_heads": 3, "kind": "hydra", "warm_up_tokens": 0},
             # Waiting makes the number of published versions certain; that PPO never waits otherwise
             # is the plugin's own test.
             "companion": {"wait": True, "epochs": 8, "learning_rate": 1e-2, "workers": 2},
@@ -145,7 +146,6 @@ def test_a_vision_language_actor_on_ranks_runs_the_whole_loop_with_heads(
     values["data"] |= {"path": "rows.jsonl", "split": "train", "images": "image"}
     values["actor"] |= {"roles": "critic", "sequence_parallel": True}
     values["engine"] |= {"replicas": 1}
-    values["heads"] |= {"warm_up_tokens": 0}
     values["companion"] |= {"workers": 1}
     values["report"] |= {"speed_every": None}
     config = build_config(values)
