@@ -128,9 +128,9 @@ class PPOConfig(Section):
     to returns when you don't know the scale of the rewards.
     """
     kl_coefficient: NotNegative = 0.02
-    """Weight of the KL penalty against the reference, in reward units per nat and token; with
-    `kl_goal` the initial value. Set it higher when the actor drifts into nonsense that is rewarded,
-    to 0 when it may drift freely.
+    """Weight of the KL penalty against the reference, in reward units per nat and token (`grpo`: in
+    standard deviations of a group's rewards); with `kl_goal` the initial value. Set it higher when
+    the actor drifts into nonsense that is rewarded, to 0 when it may drift freely.
     """
     kl_estimator: Literal["k1", "k2", "k3"] = "k1"
     """How that KL is estimated from the sampled token, with d = log pi - log pi_ref: d, d^2 / 2, or

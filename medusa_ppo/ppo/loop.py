@@ -465,12 +465,13 @@ def run_ppo(
     progress = progress or ProgressSink()
     with contextlib.ExitStack() as stack:
         stack.enter_context(cluster_without_gpu())
-        config = settled(config, run_hardware())
+        config = settled(config, run_hardware)
         session = stack.enter_context(RunSession(config, progress))
         parts, position, writer = session.prepare(resume, allow)
         loop = PPOLoop(config, parts, progress, position)
         loop.run(writer, session.stop_if_told)
         session.save(parts, loop.position)
         if config.report.compare_pairs:  # medusa
-            session.compare(parts, functools.partial(compare, loop, say=progress.note))  # medusa
+            say = session.pair_done  # medusa
+            session.compare(parts, functools.partial(compare, loop, say=say))  # medusa
         return session.finish()

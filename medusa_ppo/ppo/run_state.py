@@ -34,6 +34,7 @@ import operator
 import os
 import shutil
 import tempfile
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -298,18 +299,25 @@ def _to_disk(path: Path) -> None:
 def _sums(folder: Path) -> dict[str, list[int]]:
     """Size and CRC-32 of each file of a checkpoint but state.json; all are on disk afterwards."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != STATE_FILE)
+    stopped = threading.Event()
     # A thread has about a gigabyte a second, and does not hold the interpreter's lock meanwhile.
     with ThreadPoolExecutor(SUM_THREADS, "medusa-ppo-sums") as pool:
-        sums = list(pool.map(_sum_of, paths))
+        try:
+            sums = list(pool.map(lambda path: _sum_of(path, stopped), paths))
+        finally:
+            # The pool waits for its threads. After a signal there is no time for hundreds of
+            # gigabytes.
+            stopped.set()
     names_of = [path.relative_to(folder).as_posix() for path in paths]
     return dict(zip(names_of, sums, strict=True))
 
 
-def _sum_of(path: Path) -> list[int]:
+def _sum_of(path: Path, stopped: threading.Event) -> list[int]:
+    """The sum means nothing once `stopped` is set."""
     _to_disk(path)
     value = 0
     with path.open("rb") as file:
-        while part := file.read(CHUNK_BYTES):
+        while not stopped.is_set() and (part := file.read(CHUNK_BYTES)):
             value = zlib.crc32(part, value)
     return [path.stat().st_size, value]
 

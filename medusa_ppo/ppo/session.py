@@ -98,6 +98,11 @@ class RunSession:
         """Raises KeyboardInterrupt if a signal to stop was caught by other code."""
         self._signals.stop_if_told()
 
+    def pair_done(self, line: str) -> None:
+        """Show a pair of the comparison, which is two real steps; then as after any step."""
+        self._progress.note(line)
+        self.stop_if_told()
+
     def prepare(
         self, resume: bool, allow: Sequence[str] = ()
     ) -> tuple[Parts, RunPosition, RunWriter]:

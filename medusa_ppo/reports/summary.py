@@ -482,11 +482,21 @@ def replay_pairs(steps: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
 
 def _of_published_heads(run: Run, last: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The steps whose replay estimates are of published heads. Until the first version has served,
-    they are of the heads that the run started with, which it has replaced.
+    they are of the heads that the run started with, which it has replaced. The batch that was last
+    judged may be older than the step.
     """
     if _last(run.column(m.VERSIONS_PUBLISHED)) != 1:
         return list(last)
-    return [step for step in last if number(step.get(m.HEADS_VERSION)) != 0]
+    served = (step for step in run.steps if (number(step.get(m.HEADS_VERSION)) or 0) >= 1)
+    since = number(next(served, {}).get(m.POLICY_VERSION))
+
+    def published(step: dict[str, Any]) -> bool:
+        judged = number(step.get(m.REPLAY_POLICY_VERSION))
+        if since is not None and judged is not None:
+            return judged >= since
+        return number(step.get(m.HEADS_VERSION)) != 0
+
+    return [step for step in last if published(step)]
 
 
 def _acceptance_lengths(run: Run, last: Sequence[dict[str, Any]]) -> dict[str, float | int | None]:

@@ -256,8 +256,7 @@ def choices(config: RunConfig, hardware: Hardware | Look | None = None) -> list[
         found.append(
             Choice("engine.memory_fraction", TURNS_MEMORY, "PPO and the engine take turns")
         )
-    known = {choice.key for choice in found}
-    found += [choice for choice in _of_engine(engine, look) if choice.key not in known]
+    found += _of_engine(applied(config, found).engine, look, _cores(hardware))
     # Ranks that share their GPUs with engines have reserved them whole.
     megatron_shares = ppo.placement == "shared" and config.actor.backend == "megatron"
     if config.companion.enabled and config.companion.num_gpus is None:
@@ -270,7 +269,7 @@ def choices(config: RunConfig, hardware: Hardware | Look | None = None) -> list[
         found.append(Choice("ppo.micro_batch_size", ppo.minibatch_size, "a whole minibatch"))
     if ppo.threads is None:
         ranks = config.actor.ranks
-        cores = look().cores
+        cores = _cores(hardware)
         found.append(
             Choice(
                 "ppo.threads",
@@ -286,7 +285,7 @@ def settled_engine(engine: EngineConfig, hardware: Hardware | Look | None = None
     return engine.model_copy(
         update={
             choice.key.removeprefix("engine."): choice.value
-            for choice in _of_engine(engine, _looking(hardware))
+            for choice in _of_engine(engine, _looking(hardware), _cores(hardware))
         }
     )
 
@@ -298,6 +297,11 @@ def _looking(hardware: Hardware | Look | None) -> Look:
     return functools.cache(hardware or find_hardware)
 
 
+def _cores(hardware: Hardware | Look | None) -> int:
+    """Threads are counted by this machine's cores, so nobody looks for GPUs because of them."""
+    return hardware.cores if isinstance(hardware, Hardware) else usable_cores()
+
+
 def _dtype(hardware: Hardware) -> tuple[str, str]:
     """The dtype for this hardware, and why."""
     if hardware.bfloat16:
@@ -305,7 +309,7 @@ def _dtype(hardware: Hardware) -> tuple[str, str]:
     return "float32", "no GPU that has bfloat16"
 
 
-def _of_engine(engine: EngineConfig, look: Look) -> Iterator[Choice]:
+def _of_engine(engine: EngineConfig, look: Look, cores: int) -> Iterator[Choice]:
     if engine.dtype is None:
         yield Choice("engine.dtype", *_dtype(look()))
     if engine.max_model_len is None:
@@ -327,7 +331,6 @@ def _of_engine(engine: EngineConfig, look: Look) -> Iterator[Choice]:
             "so that a GPU does not wait for Python" if gpus else "no GPU: a quick start",
         )
     if engine.threads is None:
-        cores = look().cores
         why = f"{cores} cores, {engine.replicas} engine{'s' * (engine.replicas > 1)}"
         yield Choice("engine.threads", max(1, cores // engine.replicas), why)
 

@@ -10,6 +10,7 @@ import logging
 import os
 import secrets
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -145,7 +146,7 @@ def _start(folder: Path, cpus: int, store_bytes: int, gpus: int | None = None) -
                 # It listens on 127.0.0.1, as it does by itself on systems without cluster support
                 # (Windows, macOS). The environment variable was read when Ray was imported.
                 _replaced(ray_constants, "ENABLE_RAY_CLUSTER", False),
-                _replaced(ray_services, "ConsolePopen", _OwnSession),
+                _replaced(ray_services, POPEN, _OwnSession),
             ):
                 ray.init(
                     address="local",
@@ -170,7 +171,10 @@ def _start(folder: Path, cpus: int, store_bytes: int, gpus: int | None = None) -
             logger.warning("Ray did not start; trying once more: %s", error)
 
 
-class _OwnSession(ray_services.ConsolePopen):
+POPEN = "ConsolePopen"
+
+
+class _OwnSession(getattr(ray_services, POPEN, subprocess.Popen)):  # type: ignore[misc]
     """A server of Ray that doesn't get the signals of this process's group.
 
     `timeout` and Slurm send SIGTERM to a whole group. Without its servers Ray ends this process
@@ -178,7 +182,7 @@ class _OwnSession(ray_services.ConsolePopen):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, start_new_session=True, **kwargs)
+        super().__init__(*args, **kwargs | {"start_new_session": True})
 
 
 @contextlib.contextmanager

@@ -189,7 +189,7 @@ def test_the_joint_distribution_is_the_models(
     drafting, wanted = CASES[case]
     engine.configure(**PLAIN | drafting)
     requests = REQUESTS * (
-        2 if "stop_below" in drafting else 1
+        3 if "stop_below" in drafting else 1
     )  # Of runs that end early fewer drafts are accepted.
     sampling = Sampling(
         wanted.temperature, wanted.top_p, wanted.top_k, toy.length, requests, None, True

@@ -657,6 +657,7 @@ class KeyEffects:
             def __init__(self, *arguments: Any) -> None:
                 self.prepare = lambda *arguments: (parts, None, None)
                 self.save = self.finish = self.stop_if_told = lambda *arguments: None
+                self.pair_done = None
                 self.compare = lambda parts, measure: asked.append("compare")
 
             def __enter__(self) -> Session:

@@ -11,6 +11,7 @@ import os
 import signal
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -32,7 +33,7 @@ from medusa_ppo.ppo.loop import PPOLoop
 from medusa_ppo.ppo.rewards import CallableReward
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition, read_position, save_companion, saved_folder
-from medusa_ppo.ppo.session import Parts
+from medusa_ppo.ppo.session import Parts, RunSession
 from medusa_ppo.reports.store import RunWriter, read_run
 from medusa_ppo.runtime.processes import StopSignals
 from tests.medusa_ppo.conftest import RecordingCompanion
@@ -555,3 +556,41 @@ def test_a_reward_that_catches_everything_does_not_keep_a_run_from_ending(
         )
     # The step whose rewards the signal spoilt is not one that a resumed run builds on.
     assert len(kept) == 1 and loop.position.next_step == 1
+
+
+def test_nor_a_comparison_after_the_last_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its pairs are real steps of PPO, with the same reward."""
+    pairs: list[int] = []
+
+    def compare(*_: object, say: Callable[[str], None]) -> dict:
+        for pair in range(5):
+            pairs.append(pair)
+            say(f"pair {pair}")
+        return {}
+
+    class Session(RunSession):
+        def __init__(self, config: RunConfig, progress: ProgressSink) -> None:
+            self._progress = progress
+            self.prepare = lambda *_: (None, None, None)
+            self.save = self.finish = lambda *_: {}
+            self.compare = lambda parts, measure: measure(parts)
+
+        def stop_if_told(self) -> None:
+            if len(pairs) == 2:
+                raise KeyboardInterrupt
+
+        def __enter__(self) -> Session:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    ran = SimpleNamespace(run=lambda writer, stop_if_told: None, position=None)
+    monkeypatch.setattr(loop, "RunSession", Session)
+    monkeypatch.setattr(loop, "PPOLoop", lambda *_: ran)
+    monkeypatch.setattr(loop, "compare", compare)
+    config = settings(tmp_path, steps=1)
+    report = config.report.model_copy(update={"compare_pairs": 5})
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_ppo(config.model_copy(update={"report": report}))
+    assert len(pairs) == 2

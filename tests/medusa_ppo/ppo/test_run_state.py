@@ -7,10 +7,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import os
 import resource
 import shutil
+import signal
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Self
 
 import pytest
 import torch
@@ -328,6 +333,56 @@ def test_another_models_weights_are_refused(tiny_actor, config: RunConfig):
     before = learner(tiny_actor(hidden=16))
     with pytest.raises(CheckpointError, match="do not fit"):
         before.load(saved_folder(config.run_dir))
+
+
+def test_a_stop_does_not_wait_for_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Those of a large actor's files take minutes, and after a signal a cluster kills soon."""
+    began = threading.Event()
+    read: list[str] = []
+
+    class Endless:
+        """A file of which each read takes a while."""
+
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def read(self, size: int) -> bytes:
+            read.append(self._name)
+            if len(read) > 1000:
+                return b""
+            began.set()
+            time.sleep(0.01)
+            return b"x"
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *exc: object) -> None:
+            pass
+
+    for name in ("first", "second", "third", "fourth", "fifth"):
+        (tmp_path / name).write_bytes(b"x")
+    monkeypatch.setattr(Path, "open", lambda path, mode: Endless(path.name))
+
+    def stop(_: int, __: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "_to_disk", lambda path: None)
+    before = signal.signal(signal.SIGUSR1, stop)
+
+    def stops() -> None:
+        began.wait()
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    told = threading.Thread(target=stops)
+    told.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            checkpoint._sums(tmp_path)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        told.join()
+    assert len(read) < 500
 
 
 def test_torn_file_is_refused(tiny_actor, config: RunConfig):

@@ -440,3 +440,9 @@ def test_heads_that_the_first_version_has_replaced_are_not_called_by_its_name(
     run = Run(tmp_path, (*steps, served))
     assert dict(summary_rows(build_summary(run)))[row] == "1.60, of the only version so far"
     assert tiles(run, build_summary(run))[0]["note"].startswith("by replay 1.60; ")
+    # A companion that nobody waits for: the batch judged last is older than the step.
+    early = {**served, **judged, "policy_version": 4, "replay_policy_version": 3}
+    late = {**served, "step": 5, "policy_version": 5, "replay_policy_version": 4}
+    for last, expected in (((early,), None), ((early, late), 1.6)):
+        summary = build_summary(Run(tmp_path, (*steps, *last)))
+        assert summary["mean_acceptance_length"]["frozen"] == expected

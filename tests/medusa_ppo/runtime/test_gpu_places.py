@@ -283,6 +283,14 @@ def test_no_gpu_is_asked_about_what_is_set(monkeypatch: pytest.MonkeyPatch) -> N
     node = Hardware(1, True, 96, "one of eight H100", 80 << 30)
     run = hardware.settled(build_config({"companion": {"enabled": True}}), node)
     assert hardware.settled(run, full) == run
+    # What the error asks for is enough.
+    for placement in ("separate", "shared"):
+        asked = {
+            "model": {"dtype": "bfloat16"},
+            "engine": {"memory_fraction": 0.5, "enforce_eager": False, "sleep_level": 1},
+            "ppo": {"placement": placement},
+        }
+        assert hardware.settled(build_config(asked), full).engine.dtype == "bfloat16"
     monkeypatch.setattr(ray_engine, "visible_gpus", tuple)
     monkeypatch.setattr(
         ray_engine, "RayEngine", lambda model, heads, config, seed, place, **_: config

@@ -402,9 +402,14 @@ def test_texts_and_an_early_stop_however_it_is_cut(
 
 
 def test_a_critic_in_the_loops_process_computes_in_the_models_dtype(
-    tiny_actor: Callable[..., Any], make_rollouts: Callable[..., Any]
+    tiny_actor: Callable[..., Any],
+    make_rollouts: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As with the learner on transformers; its weights stay float32."""
+    """As with the learner on transformers, if this machine is quick with it; its weights stay
+    float32.
+    """
+    from medusa_ppo.ppo.megatron import megatron_learner
     from medusa_ppo.ppo.megatron.megatron_learner import MegatronLearner
 
     team: Any = SimpleNamespace(sizes=SimpleNamespace(mrope_section=()), critic_sizes=None, count=2)
@@ -413,7 +418,9 @@ def test_a_critic_in_the_loops_process_computes_in_the_models_dtype(
         parameter.data.add_(0.1 * torch.randn_like(parameter))
     batch = PPOBatch(make_rollouts(4))
     (micro,) = batch.micro_batches(list(range(4)), 4)
-    for dtype in ("bfloat16", "float32"):
+    for dtype, able in (("bfloat16", True), ("bfloat16", False), ("float32", True)):
+        monkeypatch.setattr(megatron_learner, "cpu_has_bfloat16", lambda able=able: able)
+        half = dtype == "bfloat16" and (able or torch.cuda.is_available())
         config = build_config(
             {
                 "name": "run",
@@ -424,8 +431,8 @@ def test_a_critic_in_the_loops_process_computes_in_the_models_dtype(
         one = MegatronLearner(team, "unread", critic, config)
         with torch.no_grad():
             found_SR = one._begin_values(batch, Timeline())()
-            expected_M = critic(micro, dtype == "bfloat16")
-            other_M = critic(micro, dtype != "bfloat16")
+            expected_M = critic(micro, half)
+            other_M = critic(micro, not half)
         found_M = batch.pack(found_SR, micro)
         assert torch.equal(found_M, expected_M) and not torch.equal(found_M, other_M)
 
