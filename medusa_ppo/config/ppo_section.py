@@ -82,8 +82,8 @@ class PPOConfig(Section):
     """
     recompute: bool | Literal["attention"] = False
     """Keep only the input of each layer and recompute its activations in the backward pass: a third
-    more time, much less memory. `attention`: recompute only from queries to output (actor.backend
-    `megatron`). Set it when a micro-batch of one response does not fit.
+    more time, much less memory. `attention`: only from queries to output, some percent less
+    (actor.backend `megatron`). Set it when a micro-batch of one response does not fit.
     """
     reference_dtype: Literal["float32", "bfloat16"] | None = None
     """Number format of the reference's weights; null: as the actor's (float32; with actor.backend
