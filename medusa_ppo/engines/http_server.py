@@ -110,6 +110,11 @@ class Client(httpx.Client):
         for connected in tuple(self._sockets):
             _shut_down(connected)
 
+    @property
+    def is_closed(self) -> bool:
+        # httpx counts it as closed only later: threads that `close` wakes would still use it.
+        return self._ends or super().is_closed
+
     def again(self) -> Self:
         """One like it, which is not closed."""
         return type(self)(**self._settings)

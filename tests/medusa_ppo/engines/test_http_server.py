@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -408,12 +408,14 @@ class Strange:
     read.
     """
 
-    def __init__(self, behave: Callable[[socket.socket, bytes], None]) -> None:
+    def __init__(
+        self, behave: Callable[[socket.socket, bytes], None], host: str = "127.0.0.1"
+    ) -> None:
         self.requests: list[bytes] = []
         self._behave = behave
         self._open = threading.Event()
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._socket = socket.create_server((host, 0))
+        self.address = f"http://{host}:{self._socket.getsockname()[1]}"
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -473,15 +475,17 @@ def half(connection: socket.socket, request: bytes) -> None:
 @pytest.fixture
 def ask(
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[[Callable[[socket.socket, bytes], None]], tuple[ServerEngine, Strange]]]:
+) -> Iterator[Callable[..., tuple[ServerEngine, Strange]]]:
     """An engine attached to a strange server; patience of half a second."""
     monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 0.5)
     monkeypatch.setattr(http_server, "TOKEN_S", 0.0)
     monkeypatch.setattr(http_server, "MOST_ANSWER_BYTES", 1 << 20)
     servers: list[Strange] = []
 
-    def build(behave: Callable[[socket.socket, bytes], None]) -> tuple[ServerEngine, Strange]:
-        servers.append(server := Strange(behave))
+    def build(
+        behave: Callable[[socket.socket, bytes], None], host: str = "127.0.0.1"
+    ) -> tuple[ServerEngine, Strange]:
+        servers.append(server := Strange(behave, host))
         engine = ServerEngine.__new__(ServerEngine)
         engine.plan = SimpleNamespace(max_model_len=64, vocab_size=16, stop_ids=(0,))
         engine.max_drafts = 0
@@ -489,7 +493,11 @@ def ask(
         engine._process = None
         engine._log = Path(os.devnull)
         engine._model_name = "model"
-        engine._client = http_server.Client(base_url=server.address, limits=http_server.LIMITS)
+        engine._client = http_server.Client(
+            base_url=server.address,
+            limits=http_server.LIMITS,
+            timeout=http_server.CALL_TIMEOUT_S,
+        )
         return engine, server
 
     yield build
@@ -637,29 +645,70 @@ def test_a_closed_engine_ends_its_requests(ask, monkeypatch: pytest.MonkeyPatch)
         engine.plugin_report()
 
 
-def test_a_server_does_not_stay_paused_when_a_sync_is_broken_off(
-    ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Others may use it."""
-    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 600.0)
-    writing = Writing()
+class Shared:
+    """A server that others use, too. It answers at once, but for the requests for `held`, which it
+    keeps until their client goes; `ends` says what it does with those to resume.
+    """
 
-    def syncs(connection: socket.socket, request: bytes) -> None:
-        if request.startswith(b"POST /collective_rpc"):
-            writing(connection, request)
+    def __init__(
+        self, held: bytes, ends: Callable[[socket.socket, bytes], None] | None = None
+    ) -> None:
+        self.holding = Writing()
+        self._held = held
+        self._ends = ends
+
+    def __call__(self, connection: socket.socket, request: bytes) -> None:
+        if request.split(b" ")[1].startswith(self._held):
+            self.holding(connection, request)
+        elif self._ends and request.startswith(b"POST /resume"):
+            self._ends(connection, request)
         else:
-            connection.sendall(answer({}))
+            head, _, body = request.partition(b"\r\n\r\n")
+            length = next(
+                (int(line.split()[1]) for line in head.lower().splitlines() if b"-length:" in line),
+                0,
+            )
+            while len(body) < length:  # The request's body may come by itself.
+                body += connection.recv(1 << 16)
+            connection.sendall(answer({"path": "/there"}))
 
-    engine, server = ask(syncs)
-    save_state(tmp_path / "actor", {"x": torch.ones(3)})
-    with ThreadPoolExecutor(1) as threads:
-        call = threads.submit(engine.sync_actor, tmp_path / "actor", 1)
-        writing.until(writing.asked, 1)
-        engine.close()
-        with pytest.raises(EngineError):
-            call.result(60)
-    asked = [request.split(b" ")[1].partition(b"?")[0] for request in server.requests]
-    assert asked == [b"/pause", b"/collective_rpc", b"/resume"]
+    def breaks_off(
+        self, engine: ServerEngine, method: str, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Close the engine while it waits for the held answer. The thread that waits wakes before
+        httpx counts its client as closed.
+        """
+        whole = httpx.Client.close
+        save_state(path, {"x": torch.ones(3)})
+        with ThreadPoolExecutor(1) as threads:
+            call = threads.submit(getattr(engine, method), path, 1)
+
+            def late(client: httpx.Client) -> None:
+                wait([call], 60)
+                whole(client)
+
+            monkeypatch.setattr(httpx.Client, "close", late)
+            self.holding.until(self.holding.asked, 1)
+            engine.close()
+            with pytest.raises(EngineError):
+                call.result(60)
+
+
+def asked_of(server: Strange) -> list[str]:
+    lines = [request.split(b" ") for request in server.requests]
+    return [f"{verb.decode()} {path.partition(b'?')[0].decode()}" for verb, path, *_ in lines]
+
+
+@pytest.mark.parametrize("held", ["/collective_rpc"])
+def test_a_server_does_not_stay_paused_when_a_sync_is_broken_off(
+    ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str
+) -> None:
+    """Others may use it, and it pauses also if nobody waits for that."""
+    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 600.0)
+    engine, server = ask(shared := Shared(held.encode()))
+    shared.breaks_off(engine, "sync_actor", tmp_path / "actor", monkeypatch)
+    begun = ["POST /pause"] if held == "/pause" else ["POST /pause", "POST /collective_rpc"]
+    assert asked_of(server) == [*begun, "POST /resume"]
 
 
 def test_an_interrupt_ends_the_requests_of_an_engine_without_a_pool(
