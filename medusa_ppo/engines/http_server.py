@@ -252,11 +252,12 @@ class ServerEngine(base.WorkerEngine):
         # recomputed.
         file = base.check_file(path, "the actor's weights")
         checked = checked or base.check_state(file, "the actor's weights")
-        self._post("/pause", params={"mode": "keep", "clear_cache": "true"})
         try:
+            self._post("/pause", params={"mode": "keep", "clear_cache": "true"})
             receipt = super().sync_actor(file, version, checked)
         finally:
-            # Resumed even after an error, because a paused server answers no requests.
+            # Resumed even after an error, because a paused server answers no requests; and it
+            # pauses also if the call to pause is broken off.
             if not self._client.is_closed:
                 self._post("/resume")
             else:

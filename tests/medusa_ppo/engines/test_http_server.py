@@ -699,7 +699,7 @@ def asked_of(server: Strange) -> list[str]:
     return [f"{verb.decode()} {path.partition(b'?')[0].decode()}" for verb, path, *_ in lines]
 
 
-@pytest.mark.parametrize("held", ["/collective_rpc"])
+@pytest.mark.parametrize("held", ["/pause", "/collective_rpc"])
 def test_a_server_does_not_stay_paused_when_a_sync_is_broken_off(
     ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str
 ) -> None:
