@@ -69,6 +69,8 @@ LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """A new connection for each request: on a kept one, an answer sent twice would be taken for the
 next request's.
 """
+LEFT = {"/resume": "be paused", STATE_ROUTE: "have the file that was sent to it in /dev/shm"}
+"""What a server is left with that is not asked for this."""
 CHUNK_BYTES = 1 << 20
 MOST_ANSWER_BYTES = 256 << 20
 MOST_POSITIONS = 1024
@@ -258,20 +260,26 @@ class ServerEngine(base.WorkerEngine):
         finally:
             # Resumed even after an error, because a paused server answers no requests; and it
             # pauses also if the call to pause is broken off.
-            if not self._client.is_closed:
-                self._post("/resume")
-            else:
-                self._resume_after_close()
+            self._even_if_closed(lambda: self._post("/resume"), "POST", "/resume")
         self._actor_sum = receipt.checksum
         return receipt
 
-    def _resume_after_close(self) -> None:
-        """A sync that was broken off: others may use the server."""
+    def _even_if_closed(self, ask: Callable[[], object], verb: str, path: str) -> None:
+        """What has to follow a call, because others may use the server: `ask`, or the same once
+        more with a new client if `close` breaks that off, as it may have broken off the call.
+        """
+        try:
+            ask()
+        except (EngineError, RuntimeError):  # The latter: httpx's, of a client that is closed.
+            if not self._client.is_closed:
+                raise
+        else:
+            return
         with self._client.again() as client:
             try:
-                client.post("/resume")
+                client.request(verb, path).raise_for_status()
             except httpx.HTTPError as error:
-                logger.warning("%s may still be paused: %r", self._address, error)
+                logger.warning("%s may still %s: %r", self._address, LEFT[path], error)
 
     def target_changed(self, version: int) -> None:
         super().target_changed(version)
@@ -313,7 +321,7 @@ class ServerEngine(base.WorkerEngine):
         try:
             yield base.understood(lambda: str(answer.json()["path"]), answer.content)
         finally:
-            self._sent("DELETE")
+            self._even_if_closed(lambda: self._sent("DELETE"), "DELETE", STATE_ROUTE)
 
     def _sent(self, verb: str, **kwargs: Any) -> httpx.Response:
         """Send a request to `state_receiver` and return its answer, whatever that is. Raises

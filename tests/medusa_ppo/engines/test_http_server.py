@@ -711,6 +711,20 @@ def test_a_server_does_not_stay_paused_when_a_sync_is_broken_off(
     assert asked_of(server) == [*begun, "POST /resume"]
 
 
+@pytest.mark.parametrize("method", ["swap_heads", "sync_actor"])
+def test_a_server_does_not_keep_the_file_of_a_call_that_is_broken_off(
+    ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 600.0)
+    engine, server = ask(shared := Shared(b"/collective_rpc"), host="127.0.0.2")
+    shared.breaks_off(engine, method, tmp_path / "state", monkeypatch)
+    route = http_server.STATE_ROUTE
+    expected = [f"PUT {route}", "POST /collective_rpc", f"DELETE {route}"]
+    if method == "sync_actor":
+        expected = ["POST /pause", *expected, "POST /resume"]
+    assert asked_of(server) == expected
+
+
 def test_an_interrupt_ends_the_requests_of_an_engine_without_a_pool(
     ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
