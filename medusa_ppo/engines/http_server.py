@@ -69,6 +69,10 @@ LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """A new connection for each request: on a kept one, an answer sent twice would be taken for the
 next request's.
 """
+AFTER_CLOSE_S = 5.0
+"""How long a closed engine waits for an answer. A server that loads an actor answers when it has
+it, and does what it was asked for whether or not somebody waits.
+"""
 LEFT = {"/resume": "be paused", STATE_ROUTE: "have the file that was sent to it in /dev/shm"}
 """What a server is left with that is not asked for this."""
 CHUNK_BYTES = 1 << 20
@@ -277,7 +281,9 @@ class ServerEngine(base.WorkerEngine):
             return
         with self._client.again() as client:
             try:
-                client.request(verb, path).raise_for_status()
+                client.request(verb, path, timeout=AFTER_CLOSE_S).raise_for_status()
+            except httpx.ReadTimeout:
+                logger.debug("%s was busy when it was asked for %s", self._address, path)
             except httpx.HTTPError as error:
                 logger.warning("%s may still %s: %r", self._address, LEFT[path], error)
 

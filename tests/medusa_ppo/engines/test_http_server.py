@@ -725,6 +725,27 @@ def test_a_server_does_not_keep_the_file_of_a_call_that_is_broken_off(
     assert asked_of(server) == expected
 
 
+@pytest.mark.parametrize(
+    ("ends", "warns"),
+    [
+        (Writing(), False),
+        (gone_at_once, True),
+        (lambda c, r: c.sendall(answer({}, "500 No")), True),
+    ],
+    ids=["busy", "gone", "refuses"],
+)
+def test_a_closed_engine_does_not_wait_for_a_server_that_loads_an_actor(
+    ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog, ends, warns: bool
+) -> None:
+    """It resumes when it has loaded it, whoever waits for that."""
+    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(http_server, "AFTER_CLOSE_S", 0.2)
+    engine, server = ask(shared := Shared(b"/collective_rpc", ends))
+    shared.breaks_off(engine, "sync_actor", tmp_path / "actor", monkeypatch)
+    assert asked_of(server)[-1] == "POST /resume"
+    assert ("may still be paused" in caplog.text) == warns
+
+
 def test_an_interrupt_ends_the_requests_of_an_engine_without_a_pool(
     ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
