@@ -148,6 +148,8 @@ class ServerEngine(base.WorkerEngine):
     """
     _settings: Drafting
     """Its draft settings."""
+    _started_here = False
+    """Whether the server ends with this engine."""
 
     def __init__(
         self,
@@ -175,6 +177,7 @@ class ServerEngine(base.WorkerEngine):
         # On a shared node loopback is no protection, so a server started here answers only with our
         # token.
         token = None if config.addresses else secrets.token_urlsafe(32)
+        self._started_here = not config.addresses
         self._client = Client(
             base_url="" if token else config.addresses[0],
             headers=token_header(token),
@@ -279,6 +282,8 @@ class ServerEngine(base.WorkerEngine):
                 raise
         else:
             return
+        if self._started_here:
+            return  # It is being ended.
         with self._client.again() as client:
             try:
                 client.request(verb, path, timeout=AFTER_CLOSE_S).raise_for_status()

@@ -746,6 +746,27 @@ def test_a_closed_engine_does_not_wait_for_a_server_that_loads_an_actor(
     assert ("may still be paused" in caplog.text) == warns
 
 
+def test_a_server_of_ours_that_is_being_ended_is_not_said_to_be_paused(
+    ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 600.0)
+
+    def serves(connection: socket.socket, request: bytes) -> None:
+        if request.startswith(b"GET"):
+            connection.sendall(answer({"data": [{"id": "model"}]}))
+        else:
+            shared(connection, request)
+
+    _, server = ask(serves)
+    shared = Shared(b"/collective_rpc")
+    monkeypatch.setattr(http_server, "plan_launch", lambda *_: SimpleNamespace(drafting={}))
+    monkeypatch.setattr(ServerEngine, "_start", lambda engine, config, token: server.address)
+    monkeypatch.setattr(ServerEngine, "_take_stock", lambda *_, **__: None)
+    engine = ServerEngine("model", None, EngineConfig(backend="server", max_num_seqs=1))
+    shared.breaks_off(engine, "sync_actor", tmp_path / "actor", monkeypatch)
+    assert asked_of(server)[-1] == "POST /collective_rpc" and not caplog.text
+
+
 def test_an_interrupt_ends_the_requests_of_an_engine_without_a_pool(
     ask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
