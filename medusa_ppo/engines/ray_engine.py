@@ -515,8 +515,12 @@ def make_engine(
     group = None
     # Room for all engines at once, which is kept while a lost one is started again.
     if config.backend == COLOCATED and not places:
+        # Planned here only to refuse before the wait for the room.
+        plan_launch(model_path, heads_path, replica(config, 0), seed)
         room = [bundle(gpus_asked(config), config.resource)] * config.replicas
-        group = reserve(room, "engines" if config.replicas > 1 else "engine")
+        what = "engines" if config.replicas > 1 else "engine"
+        # As long as an engine waits whose place Ray finds: nodes may still be on their way.
+        group = reserve(room, what, timeout_s=START_TIMEOUT_S)
 
     starts = Counter[int]()
 
