@@ -214,7 +214,7 @@ class ServerEngine(base.WorkerEngine):
         base.check_request(prompts, sampling, self.plan.max_model_len, self.plan.vocab_size)
         repeat = sampling.responses_per_prompt
         count = len(prompts) * repeat
-        longest_s = patience_s(count, sampling, self._workers // 2)
+        longest_s = patience_s(prompts, sampling, self._workers // 2)
 
         def complete(i: int) -> Response:
             response = self._complete(
@@ -723,11 +723,17 @@ def last_words(log: str) -> str:
     )
 
 
-def patience_s(count: int, sampling: Sampling, slots: int) -> float:
-    """Seconds after which an engine with this many requests counts as hanging; requests beyond its
-    slots wait for a turn.
+def patience_s(prompts: base.Prompts, sampling: Sampling, slots: int | None = None) -> float:
+    """Seconds after which an engine that answers these prompts counts as hanging. Prompts count as
+    well as responses: on a CPU, reading those of all slots takes minutes.
+
+    Args:
+        slots: requests beyond these wait for a turn; None: only until some response ends.
     """
-    return CALL_TIMEOUT_S + TOKEN_S * sampling.max_new_tokens * -(-count // max(1, slots))
+    longest = max(map(len, prompts), default=0) + sampling.max_new_tokens
+    count = len(prompts) * sampling.responses_per_prompt
+    turns = 1 if slots is None else -(-count // max(1, slots))
+    return CALL_TIMEOUT_S + TOKEN_S * longest * turns
 
 
 def free_port() -> int:

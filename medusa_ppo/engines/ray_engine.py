@@ -311,9 +311,7 @@ class RayEngine(base.RolloutEngine):
             raise
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
-        longest_s = http_server.patience_s(
-            len(prompts) * sampling.responses_per_prompt, sampling, self._slots
-        )
+        longest_s = http_server.patience_s(prompts, sampling, self._slots)
         return self._ask(
             "calling generate", "call", "generate", prompts, sampling, timeout=longest_s
         )
@@ -321,9 +319,7 @@ class RayEngine(base.RolloutEngine):
     def generate_partly(
         self, prompts: base.Prompts, sampling: Sampling, partly: Partly
     ) -> Rollouts:
-        longest_s = http_server.patience_s(
-            len(prompts) * sampling.responses_per_prompt, sampling, self._slots
-        )
+        longest_s = http_server.patience_s(prompts, sampling, self._slots)
         return self._ask(
             "calling generate_partly",
             "call",
@@ -356,7 +352,7 @@ class RayEngine(base.RolloutEngine):
     def _parts(self, prompts: base.Prompts, sampling: Sampling) -> Iterator[Ended | Rollouts]:
         """One call, whose parts arrive through Ray's object store as the engine produces them."""
         # Between two parts: some response runs all the time, whatever else waits for a slot.
-        longest_s = http_server.patience_s(1, sampling, self._slots)
+        longest_s = http_server.patience_s(prompts, sampling)
         with self._errors("generating"):
             stream = (
                 self._running("generating")
