@@ -49,6 +49,7 @@ from medusa_ppo.vllm_plugin.worker_calls import Drafting, first_of
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
+"""Without the time to read the weights (`LaunchPlan.load_s`)."""
 ATTACH_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 20.0
 LOOK_EVERY_S = 0.25
@@ -495,7 +496,8 @@ class ServerEngine(base.WorkerEngine):
         return f"http://{HOST}:{port}"
 
     def _wait_until_healthy(self, *, started_here: bool, closing: threading.Event) -> None:
-        deadline = time.monotonic() + (START_TIMEOUT_S if started_here else ATTACH_TIMEOUT_S)
+        within_s = START_TIMEOUT_S + self.plan.load_s if started_here else ATTACH_TIMEOUT_S
+        deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             # There is no point in waiting ten minutes for a dead process.
             if self._process is not None and self._process.poll() is not None:
@@ -515,7 +517,7 @@ class ServerEngine(base.WorkerEngine):
         raise EngineError(
             "No vLLM server answers.",
             given=f"{self._address}; {self._tail()}",
-            expected="GET /health -> 200",
+            expected=f"GET /health -> 200 within {within_s:.0f} s",
             do="Check engine.backend, or read the log.",
         )
 

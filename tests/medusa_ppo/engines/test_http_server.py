@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -29,6 +29,7 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines import http_server, ray_engine
 from medusa_ppo.engines.http_server import ServerEngine, last_words
+from medusa_ppo.engines.launch import LaunchPlan
 from medusa_ppo.engines.ray_engine import make_engine
 from tests.medusa_ppo.conftest import cpu_alone, eager_on_a_gpu
 from tests.medusa_ppo.engines.conftest import (
@@ -42,6 +43,9 @@ from tests.medusa_ppo.engines.conftest import (
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor
+
+
+PLAN = LaunchPlan({}, (), 0, {}, 0, 0)
 
 
 def gone(pid: int) -> bool:
@@ -246,8 +250,7 @@ def test_a_port_that_was_taken_meanwhile_is_replaced_once(
     python.chmod(0o700)
     monkeypatch.setattr(http_server.sys, "executable", str(python))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    plan = SimpleNamespace(drafting={}, engine_args={}, parts={}, environment={})
-    monkeypatch.setattr(http_server, "plan_launch", lambda *_: plan)
+    monkeypatch.setattr(http_server, "plan_launch", lambda *_: PLAN)
     monkeypatch.setattr(ServerEngine, "_take_stock", lambda *_, **__: None)
     others = [socket.socket() for _ in range(taken)]
     for other in others:
@@ -487,7 +490,7 @@ def ask(
     ) -> tuple[ServerEngine, Strange]:
         servers.append(server := Strange(behave, host))
         engine = ServerEngine.__new__(ServerEngine)
-        engine.plan = SimpleNamespace(max_model_len=64, vocab_size=16, stop_ids=(0,))
+        engine.plan = replace(PLAN, max_model_len=64, vocab_size=16, stop_ids=(0,))
         engine.max_drafts = 0
         engine._workers = 4
         engine._process = None
@@ -759,7 +762,7 @@ def test_a_server_of_ours_that_is_being_ended_is_not_said_to_be_paused(
 
     _, server = ask(serves)
     shared = Shared(b"/collective_rpc")
-    monkeypatch.setattr(http_server, "plan_launch", lambda *_: SimpleNamespace(drafting={}))
+    monkeypatch.setattr(http_server, "plan_launch", lambda *_: PLAN)
     monkeypatch.setattr(ServerEngine, "_start", lambda engine, config, token: server.address)
     monkeypatch.setattr(ServerEngine, "_take_stock", lambda *_, **__: None)
     engine = ServerEngine("model", None, EngineConfig(backend="server", max_num_seqs=1))
@@ -783,6 +786,18 @@ def test_an_interrupt_ends_the_requests_of_an_engine_without_a_pool(
         engine.generate([[1, 2]] * 8, Sampling(max_new_tokens=4))
     thread.join()
     writing.until(writing.gone, engine._workers)
+    engine.close()
+
+
+def test_a_server_gets_time_to_read_its_weights(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 70B from a file server that many engines read at once was never there in ten minutes."""
+    monkeypatch.setattr(http_server, "START_TIMEOUT_S", 0.0)
+    answers = [answer({}), *[answer({}, "503 No")] * 3]
+    engine, _ = ask(lambda connection, request: connection.sendall(answers.pop()))
+    with pytest.raises(EngineError, match="within 0 s"):
+        engine._wait_until_healthy(started_here=True, closing=threading.Event())
+    engine.plan = replace(engine.plan, load_s=60.0)
+    engine._wait_until_healthy(started_here=True, closing=threading.Event())
     engine.close()
 
 
@@ -819,7 +834,7 @@ def test_a_server_that_was_started_here_is_asked_without_the_proxy_of_the_enviro
     )
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{http_server.free_port()}")
-    monkeypatch.setattr(http_server, "plan_launch", lambda *_: SimpleNamespace(drafting={}))
+    monkeypatch.setattr(http_server, "plan_launch", lambda *_: PLAN)
     monkeypatch.setattr(ServerEngine, "_start", lambda engine, config, token: server.address)
     monkeypatch.setattr(ServerEngine, "_take_stock", lambda *_, **__: None)
     monkeypatch.setattr(http_server, "ATTACH_TIMEOUT_S", 1.0)
