@@ -49,6 +49,7 @@ from medusa_ppo.vllm_plugin.worker_calls import Drafting, first_of
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
+"""Without the time to read the weights (`LaunchPlan.load_s`)."""
 ATTACH_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 20.0
 LOOK_EVERY_S = 0.25
@@ -69,6 +70,12 @@ LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """A new connection for each request: on a kept one, an answer sent twice would be taken for the
 next request's.
 """
+AFTER_CLOSE_S = 5.0
+"""How long a closed engine waits for an answer. A server that loads an actor answers when it has
+it, and does what it was asked for whether or not somebody waits.
+"""
+LEFT = {"/resume": "be paused", STATE_ROUTE: "have the file that was sent to it in /dev/shm"}
+"""What a server is left with that is not asked for this."""
 CHUNK_BYTES = 1 << 20
 MOST_ANSWER_BYTES = 256 << 20
 MOST_POSITIONS = 1024
@@ -110,6 +117,11 @@ class Client(httpx.Client):
         for connected in tuple(self._sockets):
             _shut_down(connected)
 
+    @property
+    def is_closed(self) -> bool:
+        # httpx counts it as closed only later: threads that `close` wakes would still use it.
+        return self._ends or super().is_closed
+
     def again(self) -> Self:
         """One like it, which is not closed."""
         return type(self)(**self._settings)
@@ -137,6 +149,8 @@ class ServerEngine(base.WorkerEngine):
     """
     _settings: Drafting
     """Its draft settings."""
+    _started_here = False
+    """Whether the server ends with this engine."""
 
     def __init__(
         self,
@@ -164,6 +178,7 @@ class ServerEngine(base.WorkerEngine):
         # On a shared node loopback is no protection, so a server started here answers only with our
         # token.
         token = None if config.addresses else secrets.token_urlsafe(32)
+        self._started_here = not config.addresses
         self._client = Client(
             base_url="" if token else config.addresses[0],
             headers=token_header(token),
@@ -200,7 +215,7 @@ class ServerEngine(base.WorkerEngine):
         base.check_request(prompts, sampling, self.plan.max_model_len, self.plan.vocab_size)
         repeat = sampling.responses_per_prompt
         count = len(prompts) * repeat
-        longest_s = patience_s(count, sampling, self._workers // 2)
+        longest_s = patience_s(prompts, sampling, self._workers // 2)
 
         def complete(i: int) -> Response:
             response = self._complete(
@@ -247,25 +262,36 @@ class ServerEngine(base.WorkerEngine):
         # recomputed.
         file = base.check_file(path, "the actor's weights")
         checked = checked or base.check_state(file, "the actor's weights")
-        self._post("/pause", params={"mode": "keep", "clear_cache": "true"})
         try:
+            self._post("/pause", params={"mode": "keep", "clear_cache": "true"})
             receipt = super().sync_actor(file, version, checked)
         finally:
-            # Resumed even after an error, because a paused server answers no requests.
-            if not self._client.is_closed:
-                self._post("/resume")
-            else:
-                self._resume_after_close()
+            # Resumed even after an error, because a paused server answers no requests; and it
+            # pauses also if the call to pause is broken off.
+            self._even_if_closed(lambda: self._post("/resume"), "POST", "/resume")
         self._actor_sum = receipt.checksum
         return receipt
 
-    def _resume_after_close(self) -> None:
-        """A sync that was broken off: others may use the server."""
+    def _even_if_closed(self, ask: Callable[[], object], verb: str, path: str) -> None:
+        """What has to follow a call, because others may use the server: `ask`, or the same once
+        more with a new client if `close` breaks that off, as it may have broken off the call.
+        """
+        try:
+            ask()
+        except (EngineError, RuntimeError):  # The latter: httpx's, of a client that is closed.
+            if not self._client.is_closed:
+                raise
+        else:
+            return
+        if self._started_here:
+            return  # It is being ended.
         with self._client.again() as client:
             try:
-                client.post("/resume")
+                client.request(verb, path, timeout=AFTER_CLOSE_S).raise_for_status()
+            except httpx.ReadTimeout:
+                logger.debug("%s was busy when it was asked for %s", self._address, path)
             except httpx.HTTPError as error:
-                logger.warning("%s may still be paused: %r", self._address, error)
+                logger.warning("%s may still %s: %r", self._address, LEFT[path], error)
 
     def target_changed(self, version: int) -> None:
         super().target_changed(version)
@@ -307,7 +333,7 @@ class ServerEngine(base.WorkerEngine):
         try:
             yield base.understood(lambda: str(answer.json()["path"]), answer.content)
         finally:
-            self._sent("DELETE")
+            self._even_if_closed(lambda: self._sent("DELETE"), "DELETE", STATE_ROUTE)
 
     def _sent(self, verb: str, **kwargs: Any) -> httpx.Response:
         """Send a request to `state_receiver` and return its answer, whatever that is. Raises
@@ -470,7 +496,8 @@ class ServerEngine(base.WorkerEngine):
         return f"http://{HOST}:{port}"
 
     def _wait_until_healthy(self, *, started_here: bool, closing: threading.Event) -> None:
-        deadline = time.monotonic() + (START_TIMEOUT_S if started_here else ATTACH_TIMEOUT_S)
+        within_s = START_TIMEOUT_S + self.plan.load_s if started_here else ATTACH_TIMEOUT_S
+        deadline = time.monotonic() + within_s
         while time.monotonic() < deadline:
             # There is no point in waiting ten minutes for a dead process.
             if self._process is not None and self._process.poll() is not None:
@@ -490,7 +517,7 @@ class ServerEngine(base.WorkerEngine):
         raise EngineError(
             "No vLLM server answers.",
             given=f"{self._address}; {self._tail()}",
-            expected="GET /health -> 200",
+            expected=f"GET /health -> 200 within {within_s:.0f} s",
             do="Check engine.backend, or read the log.",
         )
 
@@ -698,11 +725,17 @@ def last_words(log: str) -> str:
     )
 
 
-def patience_s(count: int, sampling: Sampling, slots: int) -> float:
-    """Seconds after which an engine with this many requests counts as hanging; requests beyond its
-    slots wait for a turn.
+def patience_s(prompts: base.Prompts, sampling: Sampling, slots: int | None = None) -> float:
+    """Seconds after which an engine that answers these prompts counts as hanging. Prompts count as
+    well as responses: on a CPU, reading those of all slots takes minutes.
+
+    Args:
+        slots: requests beyond these wait for a turn; None: only until some response ends.
     """
-    return CALL_TIMEOUT_S + TOKEN_S * sampling.max_new_tokens * -(-count // max(1, slots))
+    longest = max(map(len, prompts), default=0) + sampling.max_new_tokens
+    count = len(prompts) * sampling.responses_per_prompt
+    turns = 1 if slots is None else -(-count // max(1, slots))
+    return CALL_TIMEOUT_S + TOKEN_S * longest * turns
 
 
 def free_port() -> int:

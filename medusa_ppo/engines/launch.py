@@ -15,6 +15,7 @@ import runpy
 import signal
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from medusa_ppo.config.model_section import VISION_FAMILIES
 from medusa_ppo.engines.gpu_room import least_parts
 from medusa_ppo.runtime.control_guard import GUARD
 from medusa_ppo.runtime.files import cache_folder
-from medusa_ppo.runtime.hardware import settled_engine
+from medusa_ppo.runtime.hardware import BFLOAT16, ModelSizes, settled_engine
 from medusa_ppo.vllm_plugin.speculation import (
     LOSSLESS,
     QUANTISE_BEFORE,
@@ -57,6 +58,8 @@ logger = logging.getLogger(__name__)
 
 CACHE_BLOCK_TOKENS = 128  # vLLM's block size on the CPU; smaller elsewhere.
 MIN_CACHE_BYTES = 64 * 1024**2
+SLOW_READ_BYTES_PER_S = 50e6
+"""What an engine reads of its weights at least, where many read from one file server at once."""
 HOST = "127.0.0.1"  # For a server started here: only this process uses it.
 ENVIRONMENT = {
     # The engine runs in this process: swaps are direct calls, and there is one process less.
@@ -107,6 +110,7 @@ class LaunchPlan:
         vocab_size: valid token ids are below it.
         runner: vLLM's model runner; empty: vLLM's choice.
         parts: bytes that each rank has on its GPU at least, by part (`gpu_room.least_parts`).
+        load_s: seconds that reading the weights may take.
     """
 
     engine_args: dict[str, Any]
@@ -117,6 +121,7 @@ class LaunchPlan:
     vocab_size: int
     runner: str = ""
     parts: dict[str, int] = field(default_factory=dict)
+    load_s: float = 0.0
 
     @property
     def environment(self) -> dict[str, str]:
@@ -244,7 +249,19 @@ def plan_launch(
             draft_vocabulary(config, heads) or 0,
             sampled=drafting["sampled"],
         ),
+        _weights_bytes(model_path, model) / SLOW_READ_BYTES_PER_S,
     )
+
+
+def _weights_bytes(model_path: str | Path, model: Mapping[str, Any]) -> int:
+    """Of its files, or (for a hub name) by its sizes; 0: not known."""
+    folder = Path(model_path)
+    if folder.is_dir():
+        return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    try:
+        return BFLOAT16 * ModelSizes.from_config(model).parameters
+    except ModelError:
+        return 0
 
 
 def graph_sizes(sequences: int, most_drafts: int, most_tokens: int | None = None) -> list[int]:

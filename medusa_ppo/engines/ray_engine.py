@@ -50,6 +50,7 @@ from medusa_ppo.runtime.processes import (
 )
 
 START_TIMEOUT_S = 600.0
+"""Without the time to read the weights (`LaunchPlan.load_s`)."""
 CLOSE_TIMEOUT_S = 20.0
 LOOK_EVERY_S = 1.0
 STATE = ("max_drafts", "num_drafts", "policy_version", "heads_version", "note")
@@ -241,6 +242,9 @@ def _forwarded(method: str) -> Any:
 class RayEngine(base.RolloutEngine):
     """`ColocatedEngine` in a Ray actor. The caller runs `ray.init` first."""
 
+    _load_s = 0.0
+    """Seconds that reading its model's weights may take."""
+
     def __init__(
         self,
         model_path: str | Path,
@@ -263,10 +267,9 @@ class RayEngine(base.RolloutEngine):
             place: other processes' place, to share with them; it asks Ray for no GPU then.
             closing: set when nobody wants the engine any more, which ends its start.
         """
-        if plan is None:
-            # Planned here only to refuse before anything starts; the actor plans by its own node's
-            # hardware.
-            plan_launch(model_path, heads_path, config, seed)
+        # Planned here only to refuse before anything starts, and to know how long that may take;
+        # the actor plans by its own node's hardware.
+        self._load_s = (plan or plan_launch(model_path, heads_path, config, seed)).load_s
         if not ray.is_initialized():
             raise EngineError(
                 "Ray is not running.",
@@ -311,9 +314,7 @@ class RayEngine(base.RolloutEngine):
             raise
 
     def generate(self, prompts: base.Prompts, sampling: Sampling) -> Rollouts:
-        longest_s = http_server.patience_s(
-            len(prompts) * sampling.responses_per_prompt, sampling, self._slots
-        )
+        longest_s = http_server.patience_s(prompts, sampling, self._slots)
         return self._ask(
             "calling generate", "call", "generate", prompts, sampling, timeout=longest_s
         )
@@ -321,9 +322,7 @@ class RayEngine(base.RolloutEngine):
     def generate_partly(
         self, prompts: base.Prompts, sampling: Sampling, partly: Partly
     ) -> Rollouts:
-        longest_s = http_server.patience_s(
-            len(prompts) * sampling.responses_per_prompt, sampling, self._slots
-        )
+        longest_s = http_server.patience_s(prompts, sampling, self._slots)
         return self._ask(
             "calling generate_partly",
             "call",
@@ -356,7 +355,7 @@ class RayEngine(base.RolloutEngine):
     def _parts(self, prompts: base.Prompts, sampling: Sampling) -> Iterator[Ended | Rollouts]:
         """One call, whose parts arrive through Ray's object store as the engine produces them."""
         # Between two parts: some response runs all the time, whatever else waits for a slot.
-        longest_s = http_server.patience_s(1, sampling, self._slots)
+        longest_s = http_server.patience_s(prompts, sampling)
         with self._errors("generating"):
             stream = (
                 self._running("generating")
@@ -429,12 +428,13 @@ class RayEngine(base.RolloutEngine):
         """As `_ask`, until nobody wants the engine any more."""
         with self._errors("starting"):
             answer = getattr(self._running("starting"), entry).remote(*args)
-            deadline = time.monotonic() + START_TIMEOUT_S
+            within_s = START_TIMEOUT_S + self._load_s
+            deadline = time.monotonic() + within_s
             while not ray.wait([answer], timeout=LOOK_EVERY_S)[0]:
                 if closing.is_set():
                     raise base.not_wanted()
                 if time.monotonic() > deadline:
-                    raise GetTimeoutError(f"no answer in {START_TIMEOUT_S:.0f} s")
+                    raise GetTimeoutError(f"no answer in {within_s:.0f} s")
             return self._understood(ray.get(answer))
 
     def _running(self, doing: str) -> Any:
@@ -515,8 +515,12 @@ def make_engine(
     group = None
     # Room for all engines at once, which is kept while a lost one is started again.
     if config.backend == COLOCATED and not places:
+        # Planned here only to refuse before the wait for the room.
+        plan_launch(model_path, heads_path, replica(config, 0), seed)
         room = [bundle(gpus_asked(config), config.resource)] * config.replicas
-        group = reserve(room, "engines" if config.replicas > 1 else "engine")
+        what = "engines" if config.replicas > 1 else "engine"
+        # As long as an engine waits whose place Ray finds: nodes may still be on their way.
+        group = reserve(room, what, timeout_s=START_TIMEOUT_S)
 
     starts = Counter[int]()
 

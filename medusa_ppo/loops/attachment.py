@@ -527,7 +527,13 @@ class DraftingEngine:
     """
 
     def __init__(
-        self, config: RunConfig, actor: nn.Module, model_path: str | Path, run_dir: str | Path
+        self,
+        config: RunConfig,
+        actor: nn.Module,
+        model_path: str | Path,
+        run_dir: str | Path,
+        *,
+        step: int = 0,
     ) -> None:
         """Start Ray (if there is none), the engine and the companion.
 
@@ -538,6 +544,8 @@ class DraftingEngine:
             model_path: the actor's folder, for vLLM.
             run_dir: folder for what the plugin measures and publishes; the last heads end up in its
                 `heads-final`.
+            step: the step that a resumed loop goes on with; requests without a seed draw other
+                random numbers than in the loop's first steps.
 
         Raises:
             UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError,
@@ -570,7 +578,7 @@ class DraftingEngine:
                 else None
             )
             self.engine: RolloutEngine = stack.enter_context(
-                make_engine(model_path, heads, config.engine, config.seed)
+                make_engine(model_path, heads, config.engine, config.seed, step=step)
             )
             if wanted:
                 plugin = MedusaPlugin.start(config, actor, self.engine, self._folder)

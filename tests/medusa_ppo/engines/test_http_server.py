@@ -14,9 +14,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -29,6 +29,7 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines import http_server, ray_engine
 from medusa_ppo.engines.http_server import ServerEngine, last_words
+from medusa_ppo.engines.launch import LaunchPlan
 from medusa_ppo.engines.ray_engine import make_engine
 from tests.medusa_ppo.conftest import cpu_alone, eager_on_a_gpu
 from tests.medusa_ppo.engines.conftest import (
@@ -42,6 +43,9 @@ from tests.medusa_ppo.engines.conftest import (
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor
+
+
+PLAN = LaunchPlan({}, (), 0, {}, 0, 0)
 
 
 def gone(pid: int) -> bool:
@@ -246,8 +250,7 @@ def test_a_port_that_was_taken_meanwhile_is_replaced_once(
     python.chmod(0o700)
     monkeypatch.setattr(http_server.sys, "executable", str(python))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    plan = SimpleNamespace(drafting={}, engine_args={}, parts={}, environment={})
-    monkeypatch.setattr(http_server, "plan_launch", lambda *_: plan)
+    monkeypatch.setattr(http_server, "plan_launch", lambda *_: PLAN)
     monkeypatch.setattr(ServerEngine, "_take_stock", lambda *_, **__: None)
     others = [socket.socket() for _ in range(taken)]
     for other in others:
@@ -408,12 +411,14 @@ class Strange:
     read.
     """
 
-    def __init__(self, behave: Callable[[socket.socket, bytes], None]) -> None:
+    def __init__(
+        self, behave: Callable[[socket.socket, bytes], None], host: str = "127.0.0.1"
+    ) -> None:
         self.requests: list[bytes] = []
         self._behave = behave
         self._open = threading.Event()
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.address = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
+        self._socket = socket.create_server((host, 0))
+        self.address = f"http://{host}:{self._socket.getsockname()[1]}"
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -473,23 +478,29 @@ def half(connection: socket.socket, request: bytes) -> None:
 @pytest.fixture
 def ask(
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Callable[[Callable[[socket.socket, bytes], None]], tuple[ServerEngine, Strange]]]:
+) -> Iterator[Callable[..., tuple[ServerEngine, Strange]]]:
     """An engine attached to a strange server; patience of half a second."""
     monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 0.5)
     monkeypatch.setattr(http_server, "TOKEN_S", 0.0)
     monkeypatch.setattr(http_server, "MOST_ANSWER_BYTES", 1 << 20)
     servers: list[Strange] = []
 
-    def build(behave: Callable[[socket.socket, bytes], None]) -> tuple[ServerEngine, Strange]:
-        servers.append(server := Strange(behave))
+    def build(
+        behave: Callable[[socket.socket, bytes], None], host: str = "127.0.0.1"
+    ) -> tuple[ServerEngine, Strange]:
+        servers.append(server := Strange(behave, host))
         engine = ServerEngine.__new__(ServerEngine)
-        engine.plan = SimpleNamespace(max_model_len=64, vocab_size=16, stop_ids=(0,))
+        engine.plan = replace(PLAN, max_model_len=64, vocab_size=16, stop_ids=(0,))
         engine.max_drafts = 0
         engine._workers = 4
         engine._process = None
         engine._log = Path(os.devnull)
         engine._model_name = "model"
-        engine._client = http_server.Client(base_url=server.address, limits=http_server.LIMITS)
+        engine._client = http_server.Client(
+            base_url=server.address,
+            limits=http_server.LIMITS,
+            timeout=http_server.CALL_TIMEOUT_S,
+        )
         return engine, server
 
     yield build
@@ -637,29 +648,126 @@ def test_a_closed_engine_ends_its_requests(ask, monkeypatch: pytest.MonkeyPatch)
         engine.plugin_report()
 
 
-def test_a_server_does_not_stay_paused_when_a_sync_is_broken_off(
-    ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Others may use it."""
-    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 600.0)
-    writing = Writing()
+class Shared:
+    """A server that others use, too. It answers at once, but for the requests for `held`, which it
+    keeps until their client goes; `ends` says what it does with those to resume.
+    """
 
-    def syncs(connection: socket.socket, request: bytes) -> None:
-        if request.startswith(b"POST /collective_rpc"):
-            writing(connection, request)
+    def __init__(
+        self, held: bytes, ends: Callable[[socket.socket, bytes], None] | None = None
+    ) -> None:
+        self.holding = Writing()
+        self._held = held
+        self._ends = ends
+
+    def __call__(self, connection: socket.socket, request: bytes) -> None:
+        if request.split(b" ")[1].startswith(self._held):
+            self.holding(connection, request)
+        elif self._ends and request.startswith(b"POST /resume"):
+            self._ends(connection, request)
         else:
-            connection.sendall(answer({}))
+            head, _, body = request.partition(b"\r\n\r\n")
+            length = next(
+                (int(line.split()[1]) for line in head.lower().splitlines() if b"-length:" in line),
+                0,
+            )
+            while len(body) < length:  # The request's body may come by itself.
+                body += connection.recv(1 << 16)
+            connection.sendall(answer({"path": "/there"}))
 
-    engine, server = ask(syncs)
-    save_state(tmp_path / "actor", {"x": torch.ones(3)})
-    with ThreadPoolExecutor(1) as threads:
-        call = threads.submit(engine.sync_actor, tmp_path / "actor", 1)
-        writing.until(writing.asked, 1)
-        engine.close()
-        with pytest.raises(EngineError):
-            call.result(60)
-    asked = [request.split(b" ")[1].partition(b"?")[0] for request in server.requests]
-    assert asked == [b"/pause", b"/collective_rpc", b"/resume"]
+    def breaks_off(
+        self, engine: ServerEngine, method: str, path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Close the engine while it waits for the held answer. The thread that waits wakes before
+        httpx counts its client as closed.
+        """
+        whole = httpx.Client.close
+        save_state(path, {"x": torch.ones(3)})
+        with ThreadPoolExecutor(1) as threads:
+            call = threads.submit(getattr(engine, method), path, 1)
+
+            def late(client: httpx.Client) -> None:
+                wait([call], 60)
+                whole(client)
+
+            monkeypatch.setattr(httpx.Client, "close", late)
+            self.holding.until(self.holding.asked, 1)
+            engine.close()
+            with pytest.raises(EngineError):
+                call.result(60)
+
+
+def asked_of(server: Strange) -> list[str]:
+    lines = [request.split(b" ") for request in server.requests]
+    return [f"{verb.decode()} {path.partition(b'?')[0].decode()}" for verb, path, *_ in lines]
+
+
+@pytest.mark.parametrize("held", ["/pause", "/collective_rpc"])
+def test_a_server_does_not_stay_paused_when_a_sync_is_broken_off(
+    ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str
+) -> None:
+    """Others may use it, and it pauses also if nobody waits for that."""
+    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 600.0)
+    engine, server = ask(shared := Shared(held.encode()))
+    shared.breaks_off(engine, "sync_actor", tmp_path / "actor", monkeypatch)
+    begun = ["POST /pause"] if held == "/pause" else ["POST /pause", "POST /collective_rpc"]
+    assert asked_of(server) == [*begun, "POST /resume"]
+
+
+@pytest.mark.parametrize("method", ["swap_heads", "sync_actor"])
+def test_a_server_does_not_keep_the_file_of_a_call_that_is_broken_off(
+    ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 600.0)
+    engine, server = ask(shared := Shared(b"/collective_rpc"), host="127.0.0.2")
+    shared.breaks_off(engine, method, tmp_path / "state", monkeypatch)
+    route = http_server.STATE_ROUTE
+    expected = [f"PUT {route}", "POST /collective_rpc", f"DELETE {route}"]
+    if method == "sync_actor":
+        expected = ["POST /pause", *expected, "POST /resume"]
+    assert asked_of(server) == expected
+
+
+@pytest.mark.parametrize(
+    ("ends", "warns"),
+    [
+        (Writing(), False),
+        (gone_at_once, True),
+        (lambda c, r: c.sendall(answer({}, "500 No")), True),
+    ],
+    ids=["busy", "gone", "refuses"],
+)
+def test_a_closed_engine_does_not_wait_for_a_server_that_loads_an_actor(
+    ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog, ends, warns: bool
+) -> None:
+    """It resumes when it has loaded it, whoever waits for that."""
+    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(http_server, "AFTER_CLOSE_S", 0.2)
+    engine, server = ask(shared := Shared(b"/collective_rpc", ends))
+    shared.breaks_off(engine, "sync_actor", tmp_path / "actor", monkeypatch)
+    assert asked_of(server)[-1] == "POST /resume"
+    assert ("may still be paused" in caplog.text) == warns
+
+
+def test_a_server_of_ours_that_is_being_ended_is_not_said_to_be_paused(
+    ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 600.0)
+
+    def serves(connection: socket.socket, request: bytes) -> None:
+        if request.startswith(b"GET"):
+            connection.sendall(answer({"data": [{"id": "model"}]}))
+        else:
+            shared(connection, request)
+
+    _, server = ask(serves)
+    shared = Shared(b"/collective_rpc")
+    monkeypatch.setattr(http_server, "plan_launch", lambda *_: PLAN)
+    monkeypatch.setattr(ServerEngine, "_start", lambda engine, config, token: server.address)
+    monkeypatch.setattr(ServerEngine, "_take_stock", lambda *_, **__: None)
+    engine = ServerEngine("model", None, EngineConfig(backend="server", max_num_seqs=1))
+    shared.breaks_off(engine, "sync_actor", tmp_path / "actor", monkeypatch)
+    assert asked_of(server)[-1] == "POST /collective_rpc" and not caplog.text
 
 
 def test_an_interrupt_ends_the_requests_of_an_engine_without_a_pool(
@@ -678,6 +786,18 @@ def test_an_interrupt_ends_the_requests_of_an_engine_without_a_pool(
         engine.generate([[1, 2]] * 8, Sampling(max_new_tokens=4))
     thread.join()
     writing.until(writing.gone, engine._workers)
+    engine.close()
+
+
+def test_a_server_gets_time_to_read_its_weights(ask, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 70B from a file server that many engines read at once was never there in ten minutes."""
+    monkeypatch.setattr(http_server, "START_TIMEOUT_S", 0.0)
+    answers = [answer({}), *[answer({}, "503 No")] * 3]
+    engine, _ = ask(lambda connection, request: connection.sendall(answers.pop()))
+    with pytest.raises(EngineError, match="within 0 s"):
+        engine._wait_until_healthy(started_here=True, closing=threading.Event())
+    engine.plan = replace(engine.plan, load_s=60.0)
+    engine._wait_until_healthy(started_here=True, closing=threading.Event())
     engine.close()
 
 
@@ -714,7 +834,7 @@ def test_a_server_that_was_started_here_is_asked_without_the_proxy_of_the_enviro
     )
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{http_server.free_port()}")
-    monkeypatch.setattr(http_server, "plan_launch", lambda *_: SimpleNamespace(drafting={}))
+    monkeypatch.setattr(http_server, "plan_launch", lambda *_: PLAN)
     monkeypatch.setattr(ServerEngine, "_start", lambda engine, config, token: server.address)
     monkeypatch.setattr(ServerEngine, "_take_stock", lambda *_, **__: None)
     monkeypatch.setattr(http_server, "ATTACH_TIMEOUT_S", 1.0)

@@ -73,6 +73,14 @@ def test_plan(model: Path, tmp_path: Path) -> None:
     assert "speculative_config" not in plain.engine_args
 
 
+def test_a_large_model_gets_time_to_be_read(model: Path) -> None:
+    assert plan_launch(model, None, EngineConfig(), 0).load_s == 0
+    for part in range(2):
+        with open(model / f"{part}.safetensors", "wb") as file:
+            file.truncate(70 * 10**9)  # It has no blocks.
+    assert plan_launch(model, None, EngineConfig(), 0).load_s == 2800
+
+
 def test_a_vision_language_model_gets_what_images_need(model: Path) -> None:
     assert plan_launch(model, None, EngineConfig(), 0).engine_args["skip_tokenizer_init"]
     text = {"hidden_size": 8, "vocab_size": 16, "eos_token_id": 3}

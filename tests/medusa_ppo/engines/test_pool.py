@@ -979,6 +979,17 @@ def test_an_engine_that_starts_learns_that_its_pool_is_closed(
         engine._ask_at_start(given["closing"], "start")
 
 
+def test_an_engine_gets_time_to_read_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([0.0, 3399.0, 3401.0])
+    monkeypatch.setattr(ray_engine.ray, "wait", lambda asked, timeout: ([], asked))
+    monkeypatch.setattr(ray_engine, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    engine = RayEngine.__new__(RayEngine)
+    engine._host = SimpleNamespace(start=SimpleNamespace(remote=lambda *_: "answer"))
+    engine._load_s = 2800.0
+    with pytest.raises(EngineError, match="no answer in 3400 s"):
+        engine._ask_at_start(threading.Event(), "start")
+
+
 def test_replicas_have_addresses_of_their_own() -> None:
     config = EngineConfig(backend="http://a:1, http://b:2", replicas=2)
     assert [replica(config, i).addresses for i in range(2)] == [("http://a:1",), ("http://b:2",)]
@@ -1118,7 +1129,7 @@ def test_the_first_heads_are_in_the_store_once_for_all_engines_that_lack_them(
     monkeypatch.setattr(ray_engine.ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray_engine.ray, "cluster_resources", dict)
     monkeypatch.setattr(ray_engine, "on_one_node", lambda: False)
-    monkeypatch.setattr(ray_engine, "plan_launch", lambda *_: SimpleNamespace(engine_args={}))
+    monkeypatch.setattr(ray_engine, "plan_launch", lambda *_: SimpleNamespace(load_s=0.0))
     node = SimpleNamespace(get_node_id=lambda: "loop")
     monkeypatch.setattr(ray_engine.ray, "get_runtime_context", lambda: node)
 

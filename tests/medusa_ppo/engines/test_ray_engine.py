@@ -9,7 +9,8 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import ray
@@ -213,3 +214,31 @@ def test_an_engine_that_says_nothing_is_an_error_in_time(
         with pytest.raises(EngineError, match="did not answer in time"):
             ask()
     engine.close()
+
+
+def test_an_engine_that_reads_long_prompts_gets_time_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a CPU the first response comes minutes later, and so does that of each new turn."""
+    waits = list[float]()
+    ended = object()
+    parts = [({place: ended}, {}) for place in range(2)]
+
+    def wait(asked: list[Any], timeout: float) -> tuple[list[Any], list[Any]]:
+        waits.append(timeout)
+        return (asked, []) if parts else ([], asked)
+
+    call = SimpleNamespace(remote=lambda *_: iter(range(2)))
+    monkeypatch.setattr(ray_engine.ray, "wait", wait)
+    monkeypatch.setattr(ray_engine.ray, "get", lambda number: parts.pop(0))
+    engine = RayEngine.__new__(RayEngine)
+    engine._host = SimpleNamespace(generate_in_steps=SimpleNamespace(options=lambda **_: call))
+    engine._slots = 32
+    with pytest.raises(EngineError, match="did not answer in time"):
+        engine.generate_as_finished(
+            [[1] * 500] * 40, Sampling(max_new_tokens=256), lambda place, response: None
+        )
+    assert waits == [600 + 500 + 256] * 3
+    assert (
+        http_server.patience_s([[1] * 500] * 40, Sampling(max_new_tokens=256), 32) == 600 + 2 * 756
+    )

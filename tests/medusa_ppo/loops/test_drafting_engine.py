@@ -23,6 +23,7 @@ from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
+from medusa_ppo.engines import ray_engine
 from medusa_ppo.engines.actor_sync import ActorStream, ActorSync, BroadcastPool
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.loops import attachment
@@ -293,6 +294,32 @@ def test_the_loops_own_gpu_is_nobody_elses(
     with pytest.raises(ConnectionError):
         DraftingEngine(build_config({}), torch.nn.Module(), "actor", tmp_path)
     assert asked == [offered]
+
+
+def test_the_engine_of_a_resumed_loop_draws_other_random_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests without a seed draw from the engine's."""
+    seeds: list[int] = []
+    monkeypatch.setattr(attachment, "local_ray", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(
+        ray_engine, "ServerEngine", lambda model, heads, config, seed, **_: seeds.append(seed)
+    )
+    monkeypatch.setattr(
+        attachment,
+        "make_engine",
+        lambda *given, **more: contextlib.nullcontext(ray_engine.make_engine(*given, **more)),
+    )
+    config = build_config(
+        {
+            "seed": 7,
+            "engine": {"backend": "http://127.0.0.1:1", "num_drafts": 0},
+            "companion": {"enabled": False},
+        }
+    )
+    for step in (0, 20):
+        DraftingEngine(config, torch.nn.Module(), "actor", tmp_path, step=step).close()
+    assert seeds[0] == 7 and seeds[1] != 7
 
 
 def test_a_second_engine_in_the_same_folder_is_refused(tmp_path: Path) -> None:

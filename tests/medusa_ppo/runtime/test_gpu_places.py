@@ -200,7 +200,8 @@ def test_ray_keeps_a_gpu_for_each_rank_of_an_engine(
     reserved: list[Any] = []
     placed: list[Any] = []
 
-    def reserve(bundles: list[dict[str, float]], what: str) -> str:
+    def reserve(bundles: list[dict[str, float]], what: str, *, timeout_s: float) -> str:
+        assert timeout_s == 600
         reserved.append(([bundle["GPU"] for bundle in bundles], what))
         return "group"
 
@@ -214,6 +215,7 @@ def test_ray_keeps_a_gpu_for_each_rank_of_an_engine(
         )
 
     monkeypatch.setattr(ray_engine, "visible_gpus", tuple)
+    monkeypatch.setattr(ray_engine, "plan_launch", lambda *_: None)
     monkeypatch.setattr(ray_engine, "reserve", reserve)
     monkeypatch.setattr(ray_engine, "release", reserved.append)
     monkeypatch.setattr(ray_engine, "in_bundle", lambda group, index: (group, index))
@@ -223,6 +225,20 @@ def test_ray_keeps_a_gpu_for_each_rank_of_an_engine(
     what = "engine" if replicas == 1 else "engines"
     assert reserved == [([gpus] * replicas, what), "group"]
     assert sorted(placed) == [("group", index) for index in range(replicas)]
+
+
+def test_wrong_settings_of_an_engine_are_refused_before_the_wait_for_its_place(
+    chain_actor: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were told after it, or hidden behind "no room"."""
+    reserved: list[Any] = []
+    monkeypatch.setattr(ray_engine, "visible_gpus", tuple)
+    monkeypatch.setattr(ray_engine, "gpus_asked", lambda config: 0.0)
+    monkeypatch.setattr(ray_engine, "reserve", lambda *given, **_: reserved.append(given))
+    config = EngineConfig(extra={"worker_extension_cls": "own.Extension"})
+    with pytest.raises(ConfigError, match="worker_extension_cls"):
+        ray_engine.make_engine(chain_actor, None, config, supervised=True)
+    assert not reserved
 
 
 @pytest.mark.usefixtures("gpus_elsewhere")
