@@ -246,27 +246,35 @@ class CompanionDesk:
             step, sent = self._incomplete
             if step == _step(header) and header.rank not in sent:
                 # It must not end the step that is waited for now.
-                if header.rows:
+                if not header.rank and part.tables is not None:
+                    # It is complete in itself. Without its tables the first process would send
+                    # whole ones again with its next part, which would be as late.
+                    self._submit([part])
+                elif header.rows:
                     self._drop(
                         f"Rows of process {header.rank} came when the next step's had begun to"
                         " come: nothing is learned from them."
                     )
                 return
-            self._submit()
+            self._submit_waiting()
         self._parts.append(part)
         if len(self._parts) == header.ranks:
-            self._submit()
+            self._submit_waiting()
 
-    def _submit(self) -> None:
-        """Turn the waiting parts into a batch, if one of them has rows and the tables of their
-        actor are here.
-        """
+    def _submit_waiting(self) -> None:
         parts, self._parts = self._parts, []
         if not parts:
             return
         header = parts[0].header
         if len(parts) < header.ranks:
             self._incomplete = (_step(header), {part.header.rank for part in parts})
+        self._submit(parts)
+
+    def _submit(self, parts: list[Part]) -> None:
+        """Turn parts of one step into a batch, if one of them has rows and the tables of their
+        actor are here.
+        """
+        header = parts[0].header
         whole = [part.tables for part in parts if isinstance(part.tables, tuple)]
         rows = [part.tables for part in parts if isinstance(part.tables, TableRows)]
         rowless = not any(part.header.rows for part in parts)

@@ -135,13 +135,19 @@ def test_parts_of_all_processes_become_one_batch(desk: CompanionDesk, task: Chai
     assert received(desk) == 2
 
 
-def test_a_late_part_is_dropped_alone(desk: CompanionDesk, task: ChainTask) -> None:
-    """It broke up the next step: what had come of that one went alone, and the rest by itself."""
-    tables = task.lm_head_VD, None
+def responses_of_batches(desk: CompanionDesk) -> list[int]:
+    """How many responses each batch has that goes to the service from now on."""
     sizes: list[int] = []
     desk._service.submit = lambda packed, *_, **__: sizes.append(  # type: ignore[method-assign]
         unpack(packed).lengths_S.numel()
     )
+    return sizes
+
+
+def test_a_late_part_is_dropped_alone(desk: CompanionDesk, task: ChainTask) -> None:
+    """It broke up the next step: what had come of that one went alone, and the rest by itself."""
+    tables = task.lm_head_VD, None
+    sizes = responses_of_batches(desk)
     order = [(1, 0), (1, 1), (2, 0), (1, 2), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2)]
     for number, rank in order:
         put(desk, part_of(task), None if rank else tables, header(number, ranks=3, rank=rank))
@@ -155,6 +161,21 @@ def test_a_late_part_is_dropped_alone(desk: CompanionDesk, task: ChainTask) -> N
     put(desk, part_of(task), None, header(5, ranks=3, rank=1))
     put(desk, part_of(task), None, header(5, ranks=3, rank=2))
     assert sizes[3:] == [one, one, 3 * one] and desk.status().batches_dropped == 1
+
+
+def test_a_late_part_with_its_own_tables_is_learned_from(
+    desk: CompanionDesk, task: ChainTask
+) -> None:
+    """Whole tables take more than a step to arrive. They were dropped with their part, so that the
+    first process sent them again, late again: nobody's rows were learned from.
+    """
+    sizes = responses_of_batches(desk)
+    tables = task.lm_head_VD, None
+    for number, rank in [(1, 1), (2, 1), (1, 0), (2, 0)]:
+        put(desk, part_of(task), None if rank else tables, header(number, ranks=2, rank=rank))
+    one = part_of(task).lengths_S.numel()
+    assert sizes == [one, 2 * one] and desk.wish().tables_version == 2
+    assert desk.status().batches_dropped == 1, "those of process 1 went before the tables came"
 
 
 def test_rows_without_their_tables_are_not_learned_from(
