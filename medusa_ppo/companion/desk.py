@@ -208,16 +208,20 @@ class CompanionDesk:
         )
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything complete is trained on; False if the time is up first."""
-        return self._service.drain(timeout_s)
+        """Wait until everything complete is trained on, and the feed has what came of it or can't
+        be reached; False if the time is up first.
+        """
+        return self._service.drain(timeout_s, feed=True)
 
     def save(self, folder: Path) -> None:
         """Write the companion's whole state, after the batch in training."""
         self._service.save(str(folder))
 
     def close(self) -> None:
-        """Stop the training thread, and remove incoming data."""
-        self._service.close()
+        """Stop the training thread, wait for what is on its way into the feed, and remove incoming
+        data.
+        """
+        self._service.close(alone=True)
         self._home.close()
 
     # ---- parts

@@ -4,6 +4,7 @@ feed do, minutes with large heads: training does not wait for it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -18,6 +19,8 @@ logger = logging.getLogger(__name__)
 
 LONG_S = 10.0
 """Seconds after which the status names an upload."""
+BYTES_PER_S = 10 << 20
+"""Assumed speed of an upload for which the end of the process waits: 2.4 GB of heads take 229 s."""
 LASTS = f"New heads are still on their way into the feed, after {LONG_S:.0f} s or more"
 
 
@@ -52,6 +55,8 @@ class Feeder:
         self._busy_since: float | None = None
         self._problem = ""
         self._highest = 0
+        # Bytes of what is being put there.
+        self._busy_bytes = 0
         # Begun with the first offer: a companion that does not come up leaves nothing.
         self._thread: threading.Thread | None = None
 
@@ -89,17 +94,32 @@ class Feeder:
                 lambda: not self._wanted and self._busy_since is None, timeout_s
             )
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float | None) -> None:
         """End the thread after what it was told to put there; wait for that, but not longer than
-        `timeout_s`.
+        `timeout_s` (None: as long as it should take, by its bytes).
         """
         with self._changed:
             self._over = True
+            coming = self._wanted or self._busy_since is not None
+            nbytes = self._busy_bytes + (_size(self._offered) if self._wanted else 0)
             self._changed.notify_all()
         if self._thread is None:
             self._feed.close()
-        else:
-            self._thread.join(timeout_s)
+            return
+        if timeout_s is None:
+            timeout_s = LONG_S + nbytes / BYTES_PER_S
+            if coming:
+                logger.warning(
+                    "New heads are on their way into the feed: the companion ends when they are"
+                    " there, after %.0f s at most.",
+                    timeout_s,
+                )
+        self._thread.join(timeout_s)
+        if coming and self._thread.is_alive():
+            logger.warning(
+                "New heads were not in the feed after %.0f s: the companion ends without.",
+                timeout_s,
+            )
 
     def _run(self) -> None:
         while (offered := self._next()) is not None:
@@ -121,13 +141,13 @@ class Feeder:
     def _next(self) -> Offer | None:
         """What to put there now, once there is something; None: it is over."""
         with self._changed:
-            self._busy_since = None
+            self._busy_since, self._busy_bytes = None, 0
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._wanted or self._over)
             if not self._wanted:
                 return None
             self._wanted = False
-            self._busy_since = time.monotonic()
+            self._busy_since, self._busy_bytes = time.monotonic(), _size(self._offered)
             return self._offered
 
     def _put(self, offered: Offer) -> None:
@@ -145,3 +165,10 @@ class Feeder:
         number = max(offered.release.version, self._highest + 1)
         release = offered.release.model_copy(update={"version": number})
         self._highest = self._feed.publish(offered.path, release).version
+
+
+def _size(offered: Offer | None) -> int:
+    # That the file is gone is told by the upload.
+    with contextlib.suppress(OSError):
+        return offered.path.stat().st_size if offered is not None else 0
+    return 0

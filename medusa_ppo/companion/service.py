@@ -74,8 +74,8 @@ somebody waited for a core, it rests for `RESTS` times its seconds, at most `LON
 then looks again.
 """
 LAST_BATCH_S = 3.0
-"""How long a companion that is closed waits for its batch before it removes the published versions:
-the loop ends its process after 5 s.
+"""How long a companion that is closed waits for its batch, and one of a loop for its feed, before
+it removes the published versions: the loop ends its process after 5 s.
 """
 KEPT_VERSIONS = 3
 UNWRITTEN = "The new heads could not be written where the engine takes them from"
@@ -337,10 +337,20 @@ class CompanionService:
             ),
         )
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until everything submitted is trained on; False if the time is up first."""
+    def drain(self, timeout_s: float, *, feed: bool = False) -> bool:
+        """Wait until everything submitted is trained on; False if the time is up first.
+
+        Args:
+            feed: wait for what goes into the feed, too. A loop that gives the companion a turn has
+                no time for that.
+        """
+        ends_s = time.monotonic() + timeout_s
         with self._idle:
-            return self._idle.wait_for(lambda: self._outstanding <= 0, timeout_s)
+            if not self._idle.wait_for(lambda: self._outstanding <= 0, timeout_s):
+                return False
+        if not feed or self._feeder is None:
+            return True
+        return self._feeder.drain(max(0.0, ends_s - time.monotonic()))
 
     def save(self, folder: str) -> str:
         """Write the whole state, after the batch in training, into `folder`, atomically. Returns
@@ -354,13 +364,17 @@ class CompanionService:
         with self._state_lock:
             return sum(tensor.nbytes for tensor in self._cycle.state_dict(copied=False).values())
 
-    def close(self) -> None:
-        """Stop the training thread after its current batch, and the feed's after its version."""
+    def close(self, *, alone: bool = False) -> None:
+        """Stop the training thread after its current batch, and the feed's after its version.
+
+        Args:
+            alone: no loop ends this process soon: wait for the feed as long as it should take.
+        """
         ends_s = time.monotonic() + LAST_BATCH_S
         self._queue.close()
         self._thread.join(timeout=LAST_BATCH_S)
         if self._feeder is not None:
-            self._feeder.close(max(0.0, ends_s - time.monotonic()))
+            self._feeder.close(None if alone else max(0.0, ends_s - time.monotonic()))
         if self._home is not None:
             self._ends = True
             self._home.close()
@@ -710,15 +724,14 @@ class CompanionService:
 
     def _feed_first(self) -> None:
         """Have trained heads put into a feed that has none yet, although no gate has judged them: a
-        deep sleep before the first version takes from engines those that they started with.
+        deep sleep before the first version takes from engines those that they started with. A
+        version of before the restart goes into any feed: it may have been on its way at the end.
         """
         if self._feeder is None:
             return
-        cycle, published = self._cycle, self._published
-        if published is not None:
-            release = self._release(published.version)
-            offered = Offer(Path(published.path), published.checksum, release, first=True)
-            self._feeder.offer(offered)
+        cycle = self._cycle
+        if self._published is not None:
+            self._feed_newest()
         elif cycle.version == 0 and not cycle.serving.untrained:
             path = self._write_serving()
             # The first version that the gate lets through has the feed's next number.

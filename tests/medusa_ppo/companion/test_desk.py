@@ -33,6 +33,7 @@ from medusa_ppo.companion.positions import ROW_BYTES, EarlySample, block_rows
 from medusa_ppo.companion.wire import ServiceArguments, unpack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.feeds.feed_manifest import FeedVersion, Release
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from tests.medusa_ppo.companion.conftest import ChainTask, until
 from tests.medusa_ppo.companion.test_parts_wire import part_of
@@ -120,6 +121,41 @@ def test_heads_learn_from_parts_and_reach_the_feed(
     assert length is not None and length > 1.5
     wish = desk.wish()
     assert (wish.trained, wish.published) == (8, manifest.newest) and wish.tables_version == 7
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("drained", [True, False])
+def test_the_end_waits_for_what_is_on_its_way_into_the_feed(
+    made: Callable[..., CompanionDesk],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    drained: bool,
+) -> None:
+    """An upload had three seconds at most, and large heads take minutes: the version was lost."""
+    monkeypatch.setattr("medusa_ppo.companion.service.LAST_BATCH_S", 0.0)
+    publish, may = FolderFeed.publish, threading.Event()
+
+    def slow(feed: FolderFeed, path: Path, release: Release) -> FeedVersion:
+        assert may.wait(60)
+        return publish(feed, path, release)
+
+    monkeypatch.setattr(FolderFeed, "publish", slow)
+    desk = made()
+    service = desk._service
+    service._cycle.version = 1
+    service._publish()
+    service._feed_newest()
+    feed = FolderFeed(tmp_path / "feed")
+    if drained:
+        assert not desk.drain(0.05)
+    release_soon = threading.Timer(0.5, may.set)
+    release_soon.start()
+    if drained:
+        assert desk.drain(60) and feed.manifest() is not None
+    desk.close()
+    release_soon.join()
+    manifest = feed.manifest()
+    assert manifest is not None and manifest.newest == 1
 
 
 def test_parts_of_all_processes_become_one_batch(desk: CompanionDesk, task: ChainTask) -> None:

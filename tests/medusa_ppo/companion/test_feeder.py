@@ -136,3 +136,30 @@ def test_at_the_end_the_last_version_still_goes_there(feed: Held, tmp_path: Path
     unused = Held(tmp_path / "other")
     Feeder(unused).close(PATIENCE_S)
     assert unused.closed
+
+
+def test_at_the_end_an_upload_has_the_time_that_its_bytes_take(
+    feed: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("medusa_ppo.companion.feeder.LONG_S", 0.0)
+    offered = offer(tmp_path, 1)
+    nbytes = offered.path.stat().st_size
+    for seconds in (0.05, PATIENCE_S):
+        monkeypatch.setattr("medusa_ppo.companion.feeder.BYTES_PER_S", nbytes / seconds)
+        feed.begun.clear()
+        feed.may.clear()
+        feeder = Feeder(feed)
+        feeder.offer(offered)
+        assert feed.begun.wait(PATIENCE_S)
+        late = threading.Timer(0.3, feed.may.set)
+        if seconds == PATIENCE_S:
+            late.start()
+        feeder.close(None)
+        assert numbers(feed) == ([1] if seconds == PATIENCE_S else [])
+        assert "on their way" in caplog.text
+        assert ("not in the feed" in caplog.text) == (seconds != PATIENCE_S)
+        caplog.clear()
+        feed.may.set()
+        assert feeder._thread is not None
+        feeder._thread.join(PATIENCE_S)
+        shutil.rmtree(feed.folder)
