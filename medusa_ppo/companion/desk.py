@@ -260,6 +260,11 @@ class CompanionDesk:
                         " come: nothing is learned from them."
                     )
                 return
+            if self._parts and _step(self._parts[0].header) != _step(header):
+                # Else the process repeats itself: several calls of one step. What the others send
+                # for the earlier call is not late, but goes with this one.
+                waiting = {other.header.rank for other in self._parts}
+                self._incomplete = (_step(self._parts[0].header), waiting)
             self._submit_waiting()
         self._parts.append(part)
         if len(self._parts) == header.ranks:
@@ -267,12 +272,8 @@ class CompanionDesk:
 
     def _submit_waiting(self) -> None:
         parts, self._parts = self._parts, []
-        if not parts:
-            return
-        header = parts[0].header
-        if len(parts) < header.ranks:
-            self._incomplete = (_step(header), {part.header.rank for part in parts})
-        self._submit(parts)
+        if parts:
+            self._submit(parts)
 
     def _submit(self, parts: list[Part]) -> None:
         """Turn parts of one step into a batch, if one of them has rows and the tables of their

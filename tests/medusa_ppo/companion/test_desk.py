@@ -214,6 +214,23 @@ def test_a_late_part_with_its_own_tables_is_learned_from(
     assert desk.status().batches_dropped == 1, "those of process 1 went before the tables came"
 
 
+def test_a_process_that_is_behind_may_have_several_calls_of_a_step(
+    desk: CompanionDesk, task: ChainTask
+) -> None:
+    """Taps that don't meet number updates, not calls: the second part of the process that was
+    behind was dropped in each step, as if the next step had begun.
+    """
+    sizes = responses_of_batches(desk)
+    tables = task.lm_head_VD, None
+    for number in range(3):
+        for rank in (0, 0, 1, 1):
+            put(desk, part_of(task), None if rank else tables, header(number, ranks=2, rank=rank))
+    put(desk, part_of(task), tables, header(3, ranks=2, rank=0))
+    one = part_of(task).lengths_S.numel()
+    assert sizes == [one, 2 * one, one] * 3
+    assert desk.status().batches_dropped == 0 and not desk.wish().problem
+
+
 def test_rows_without_their_tables_are_not_learned_from(
     desk: CompanionDesk, task: ChainTask
 ) -> None:
