@@ -183,6 +183,10 @@ class CompanionDesk:
                 expected="a thread that trains",
                 do="Read its log, and restart it.",
             )
+        problem = status.error
+        if self._note and problem == self._service.feed_problem:
+            # A tap can do something about lost rows, and nothing about a feed.
+            problem = self._note
         return Wish(
             rows=self._rows(status),
             ahead=self._heads.num_heads,
@@ -193,7 +197,7 @@ class CompanionDesk:
             draft_ids=ids_text(self._draft_ids(), self._heads.vocab_size),
             trained=status.batches_trained,
             published=status.versions_published,
-            problem=(status.error or self._note)[:2000],
+            problem=problem[:2000],
         )
 
     def status(self) -> CompanionStatus:

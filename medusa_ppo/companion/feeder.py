@@ -18,10 +18,10 @@ from medusa_ppo.feeds.feed_manifest import Release
 logger = logging.getLogger(__name__)
 
 LONG_S = 10.0
-"""Seconds after which the status names an upload."""
 BYTES_PER_S = 10 << 20
-"""Assumed speed of an upload for which the end of the process waits: 2.4 GB of heads take 229 s."""
-LASTS = f"New heads are still on their way into the feed, after {LONG_S:.0f} s or more"
+"""An upload may take `LONG_S` and its bytes at this speed, 239 s for 2.4 GB of heads. Then the
+status names it, and the end of the process waits no longer.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,10 @@ class Feeder:
     def problem(self) -> str:
         """Why the feed lacks the newest version; empty if it has it, or will have it soon."""
         since = self._busy_since
-        lasts = since is not None and time.monotonic() - since > LONG_S
-        return LASTS if lasts else self._problem
+        within_s = _within_s(self._busy_bytes)
+        if since is None or time.monotonic() - since <= within_s:
+            return self._problem
+        return f"New heads are still on their way into the feed, after {within_s:.0f} s or more"
 
     def offer(self, offered: Offer | None) -> None:
         """Put a version there, instead of one that has not been begun; None: nothing. Returns at
@@ -107,7 +109,7 @@ class Feeder:
             self._feed.close()
             return
         if timeout_s is None:
-            timeout_s = LONG_S + nbytes / BYTES_PER_S
+            timeout_s = _within_s(nbytes)
             if coming:
                 logger.warning(
                     "New heads are on their way into the feed: the companion ends when they are"
@@ -165,6 +167,10 @@ class Feeder:
         number = max(offered.release.version, self._highest + 1)
         release = offered.release.model_copy(update={"version": number})
         self._highest = self._feed.publish(offered.path, release).version
+
+
+def _within_s(nbytes: int) -> float:
+    return LONG_S + nbytes / BYTES_PER_S
 
 
 def _size(offered: Offer | None) -> int:

@@ -188,6 +188,11 @@ class CompanionService:
         """Whether a batch waits behind the one in training."""
         return self._busy_since is not None and len(self._queue) > 0
 
+    @property
+    def feed_problem(self) -> str:
+        """Why the feed lacks the newest version; empty if it has it, or will have it soon."""
+        return self._feeder.problem if self._feeder is not None else ""
+
     def ready(self) -> str:
         """Name of this incarnation of the process; changes with a restart."""
         return self._incarnation
@@ -317,10 +322,7 @@ class CompanionService:
             last_loss=cycle.last_loss,
             last_policy_version=cycle.last_policy_version,
             **rows,
-            error=self._error
-            or found
-            or self._note
-            or (self._feeder.problem if self._feeder is not None else ""),
+            error=self._error or found or self._note or self.feed_problem,
             losses=cycle.last_losses,
             passes=cycle.passes,
             judged=cycle.judged,

@@ -237,6 +237,11 @@ def test_rows_without_their_tables_are_not_learned_from(
     put(desk, part_of(task), None, header(1))
     assert received(desk) == 0 and "tables" in desk.wish().problem
     assert desk.status().batches_dropped == 1
+    desk._service._feeder._problem = "The feed is away."
+    assert "tables" in desk.wish().problem, "what a tap can't change does not hide it"
+    desk._note = ""
+    assert desk.wish().problem == "The feed is away."
+    desk._service._feeder._problem = ""
     put(desk, part_of(task), (task.lm_head_VD, None), header(1))
     put(desk, part_of(task), None, header(2).model_copy(update={"tables_version": 1}))
     assert received(desk) == 2 and desk.wish().tables_version == 1

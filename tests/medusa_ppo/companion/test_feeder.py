@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,6 +94,37 @@ def test_what_could_not_be_put_there_is_tried_again_when_told(
     feed.begun.clear()
     feeder.again()
     assert feeder.drain(PATIENCE_S) and not feed.begun.is_set(), "it is there"
+
+
+def test_an_upload_is_named_once_it_lasts_longer_than_its_bytes_should(
+    feeder: Feeder, feed: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 2.4 GB take twenty seconds over 1 Gbit/s: each version was an error of the
+    companion.
+    """
+    now_s = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr("medusa_ppo.companion.feeder.time", clock)
+    large = offer(tmp_path, 1)
+    os.truncate(large.path, 2_400_000_000)
+    # Nothing reads the file.
+    feed.error = OSError("no room")
+    feed.may.clear()
+    feeder.offer(large)
+    assert feed.begun.wait(PATIENCE_S)
+    for seconds, named in ((11, False), (200, False), (240, True)):
+        now_s[0] = 1000.0 + seconds
+        assert bool(feeder.problem) == named
+    assert "after 239 s or more" in feeder.problem
+    feed.may.set()
+    assert feeder.drain(PATIENCE_S) and "no room" in feeder.problem
+    small = offer(tmp_path, 2)
+    feed.begun.clear()
+    feed.may.clear()
+    feeder.offer(small)
+    assert feed.begun.wait(PATIENCE_S) and not feeder.problem
+    now_s[0] += 11
+    assert "after 10 s or more" in feeder.problem
 
 
 def test_what_is_taken_back_is_not_put_there(feeder: Feeder, feed: Held, tmp_path: Path) -> None:
