@@ -14,6 +14,7 @@ from pathlib import Path
 from heads.errors import FeedError
 from medusa_ppo.feeds.feed import Feed
 from medusa_ppo.feeds.feed_manifest import Release
+from medusa_ppo.runtime.files import write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +46,21 @@ class Feeder:
     upload only the last is put there.
     """
 
-    def __init__(self, feed: Feed) -> None:
-        """`feed`: closed together with this object."""
+    def __init__(self, feed: Feed, kept: Path | None = None) -> None:
+        """
+        Args:
+            feed: closed together with this object.
+            kept: file for the highest number, which outlives this process; None: none.
+        """
         self._feed = feed
+        self._kept = kept
         self._changed = threading.Condition()
         # What the feed lacks, and whether to put it there now: not again at once after an error.
         self._offered: Offer | None = None
         self._wanted = self._over = False
         self._busy_since: float | None = None
         self._problem = ""
-        self._highest = 0
+        self._highest = _number_in(kept)
         # Bytes of what is being put there.
         self._busy_bytes = 0
         # Begun with the first offer: a companion that does not come up leaves nothing.
@@ -167,6 +173,23 @@ class Feeder:
         number = max(offered.release.version, self._highest + 1)
         release = offered.release.model_copy(update={"version": number})
         self._highest = self._feed.publish(offered.path, release).version
+        if self._kept is not None:
+            try:
+                write_atomic(self._kept, f"{self._highest}\n")
+            except OSError as error:
+                # The version is there. The number is missed only if feed and companion are lost.
+                logger.warning("The feed's number could not be kept in %s: %s", self._kept, error)
+
+
+def _number_in(kept: Path | None) -> int:
+    """The number that an earlier process has kept; 0 if there is none."""
+    if kept is None or not kept.is_file():
+        return 0
+    try:
+        return int(kept.read_text())
+    except (OSError, ValueError) as error:
+        logger.warning("The feed's number could not be read from %s: %s", kept, error)
+        return 0
 
 
 def _within_s(nbytes: int) -> float:

@@ -65,6 +65,10 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "companion.safetensors"
 MARKER = "started"
+FEED_NUMBER = "feed-number"
+"""File next to the state. In the state the number would be that of before the last upload, and of a
+run that is resumed further back a much lower one.
+"""
 NICENESS = 5  # PPO goes first if both want a core; otherwise this changes nothing.
 IDLE_S = 1.0
 WAITED, RESTS, LONGEST_REST_S = 0.1, 100.0, 10.0
@@ -138,7 +142,10 @@ class CompanionService:
         self._published: PublishedHeads | None = None
         # The serving heads are not yet where the engine takes them from.
         self._unwritten = False
-        self._feeder = Feeder(open_feed(config.feed)) if config.feed else None
+        self._feeder: Feeder | None = None
+        if config.feed:
+            kept = self._run_dir / "companion" / FEED_NUMBER if self._run_dir else None
+            self._feeder = Feeder(open_feed(config.feed), kept)
         self._offered_version = 0
         self._judged = Judged()
         # The last tables to arrive, and those that the trainer uses; None: none have arrived.

@@ -161,6 +161,31 @@ def test_numbers_go_on_where_a_feed_has_lost_its_versions(
     assert feeder.drain(PATIENCE_S) and numbers(feed) == [23] and not feeder.problem
 
 
+def test_numbers_go_on_where_feed_and_companion_were_lost_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next process began to count with its own versions: engines elsewhere kept old heads."""
+    feed, kept = FolderFeed(tmp_path / "feed"), tmp_path / "run" / "number"
+    feed.publish(heads_file(tmp_path / "earlier", 40), release(40))
+
+    def feed_with(number: int, kept: Path | None) -> list[int]:
+        feeder = Feeder(feed, kept)
+        feeder.offer(offer(tmp_path, number))
+        feeder.close(PATIENCE_S)
+        assert not feeder.problem
+        return numbers(feed)
+
+    assert feed_with(1, kept) == [40, 41]
+    shutil.rmtree(feed.folder)
+    assert feed_with(2, kept) == [42]
+    # What can't be kept or read is told, and the version goes there all the same.
+    kept.write_text("forty")
+    assert feed_with(3, kept) == [42, 43] and "could not be read" in caplog.text
+    kept.unlink()
+    kept.mkdir()
+    assert feed_with(4, kept) == [42, 43, 44] and "could not be kept" in caplog.text
+
+
 def test_at_the_end_the_last_version_still_goes_there(feed: Held, tmp_path: Path) -> None:
     feeder = Feeder(feed)
     feeder.offer(offer(tmp_path, 1))

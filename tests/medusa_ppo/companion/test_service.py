@@ -288,6 +288,37 @@ def test_a_resumed_companion_puts_its_version_into_the_feed_before_any_batch(
         service.close()
 
 
+@torch.no_grad()
+def test_a_restarted_companion_goes_on_with_the_numbers_of_a_feed_that_was_lost_meanwhile(
+    chain, tmp_path: Path
+) -> None:
+    task = chain()
+    feed = FolderFeed(tmp_path / "feed")
+
+    def published(name: str, **more: Any) -> CompanionService:
+        arguments = arguments_for(task, tmp_path, name, feed=str(feed.folder))
+        service = CompanionService(dataclasses.replace(arguments, **more), tables_of(task))
+        service._cycle.version += 1
+        service._cycle.serving.blocks[0].add_(0.1)
+        service._publish()
+        service._feed_newest()
+        assert service._feeder.drain(60) and not service.status().error
+        return service
+
+    # An earlier run has filled the feed, so its numbers are higher than the companion's.
+    for _ in range(5):
+        published("earlier").close()
+    shutil.rmtree(tmp_path / "earlier")
+    first = published("a")
+    assert feed.manifest().newest == 6
+    first.save(str(tmp_path / "saved"))
+    first.close()
+    shutil.rmtree(feed.folder)
+    again = published("a", resume_from=str(tmp_path / "saved"))
+    assert [version.version for version in feed.manifest().versions][-1] > 6
+    again.close()
+
+
 def test_a_feed_that_takes_long_does_not_hold_the_training(
     chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
