@@ -183,6 +183,10 @@ class CompanionDesk:
                 expected="a thread that trains",
                 do="Read its log, and restart it.",
             )
+        problem = status.error
+        if self._note and problem == self._service.feed_problem:
+            # A tap can do something about lost rows, and nothing about a feed.
+            problem = self._note
         return Wish(
             rows=self._rows(status),
             ahead=self._heads.num_heads,
@@ -193,7 +197,7 @@ class CompanionDesk:
             draft_ids=ids_text(self._draft_ids(), self._heads.vocab_size),
             trained=status.batches_trained,
             published=status.versions_published,
-            problem=(status.error or self._note)[:2000],
+            problem=problem[:2000],
         )
 
     def status(self) -> CompanionStatus:
@@ -208,16 +212,20 @@ class CompanionDesk:
         )
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until everything complete is trained on; False if the time is up first."""
-        return self._service.drain(timeout_s)
+        """Wait until everything complete is trained on, and the feed has what came of it or can't
+        be reached; False if the time is up first.
+        """
+        return self._service.drain(timeout_s, feed=True)
 
     def save(self, folder: Path) -> None:
         """Write the companion's whole state, after the batch in training."""
         self._service.save(str(folder))
 
     def close(self) -> None:
-        """Stop the training thread, and remove incoming data."""
-        self._service.close()
+        """Stop the training thread, wait for what is on its way into the feed, and remove incoming
+        data.
+        """
+        self._service.close(alone=True)
         self._home.close()
 
     # ---- parts
@@ -246,27 +254,36 @@ class CompanionDesk:
             step, sent = self._incomplete
             if step == _step(header) and header.rank not in sent:
                 # It must not end the step that is waited for now.
-                if header.rows:
+                if not header.rank and part.tables is not None:
+                    # It is complete in itself. Without its tables the first process would send
+                    # whole ones again with its next part, which would be as late.
+                    self._submit([part])
+                elif header.rows:
                     self._drop(
                         f"Rows of process {header.rank} came when the next step's had begun to"
                         " come: nothing is learned from them."
                     )
                 return
-            self._submit()
+            if self._parts and _step(self._parts[0].header) != _step(header):
+                # Else the process repeats itself: several calls of one step. What the others send
+                # for the earlier call is not late, but goes with this one.
+                waiting = {other.header.rank for other in self._parts}
+                self._incomplete = (_step(self._parts[0].header), waiting)
+            self._submit_waiting()
         self._parts.append(part)
         if len(self._parts) == header.ranks:
-            self._submit()
+            self._submit_waiting()
 
-    def _submit(self) -> None:
-        """Turn the waiting parts into a batch, if one of them has rows and the tables of their
+    def _submit_waiting(self) -> None:
+        parts, self._parts = self._parts, []
+        if parts:
+            self._submit(parts)
+
+    def _submit(self, parts: list[Part]) -> None:
+        """Turn parts of one step into a batch, if one of them has rows and the tables of their
         actor are here.
         """
-        parts, self._parts = self._parts, []
-        if not parts:
-            return
         header = parts[0].header
-        if len(parts) < header.ranks:
-            self._incomplete = (_step(header), {part.header.rank for part in parts})
         whole = [part.tables for part in parts if isinstance(part.tables, tuple)]
         rows = [part.tables for part in parts if isinstance(part.tables, TableRows)]
         rowless = not any(part.header.rows for part in parts)

@@ -65,6 +65,10 @@ logger = logging.getLogger(__name__)
 
 STATE_FILE = "companion.safetensors"
 MARKER = "started"
+FEED_NUMBER = "feed-number"
+"""File next to the state. In the state the number would be that of before the last upload, and of a
+run that is resumed further back a much lower one.
+"""
 NICENESS = 5  # PPO goes first if both want a core; otherwise this changes nothing.
 IDLE_S = 1.0
 WAITED, RESTS, LONGEST_REST_S = 0.1, 100.0, 10.0
@@ -74,8 +78,8 @@ somebody waited for a core, it rests for `RESTS` times its seconds, at most `LON
 then looks again.
 """
 LAST_BATCH_S = 3.0
-"""How long a companion that is closed waits for its batch before it removes the published versions:
-the loop ends its process after 5 s.
+"""How long a companion that is closed waits for its batch, and one of a loop for its feed, before
+it removes the published versions: the loop ends its process after 5 s.
 """
 KEPT_VERSIONS = 3
 UNWRITTEN = "The new heads could not be written where the engine takes them from"
@@ -138,7 +142,10 @@ class CompanionService:
         self._published: PublishedHeads | None = None
         # The serving heads are not yet where the engine takes them from.
         self._unwritten = False
-        self._feeder = Feeder(open_feed(config.feed)) if config.feed else None
+        self._feeder: Feeder | None = None
+        if config.feed:
+            kept = self._run_dir / "companion" / FEED_NUMBER if self._run_dir else None
+            self._feeder = Feeder(open_feed(config.feed), kept)
         self._offered_version = 0
         self._judged = Judged()
         # The last tables to arrive, and those that the trainer uses; None: none have arrived.
@@ -187,6 +194,11 @@ class CompanionService:
     def behind(self) -> bool:
         """Whether a batch waits behind the one in training."""
         return self._busy_since is not None and len(self._queue) > 0
+
+    @property
+    def feed_problem(self) -> str:
+        """Why the feed lacks the newest version; empty if it has it, or will have it soon."""
+        return self._feeder.problem if self._feeder is not None else ""
 
     def ready(self) -> str:
         """Name of this incarnation of the process; changes with a restart."""
@@ -317,10 +329,7 @@ class CompanionService:
             last_loss=cycle.last_loss,
             last_policy_version=cycle.last_policy_version,
             **rows,
-            error=self._error
-            or found
-            or self._note
-            or (self._feeder.problem if self._feeder is not None else ""),
+            error=self._error or found or self._note or self.feed_problem,
             losses=cycle.last_losses,
             passes=cycle.passes,
             judged=cycle.judged,
@@ -337,10 +346,20 @@ class CompanionService:
             ),
         )
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until everything submitted is trained on; False if the time is up first."""
+    def drain(self, timeout_s: float, *, feed: bool = False) -> bool:
+        """Wait until everything submitted is trained on; False if the time is up first.
+
+        Args:
+            feed: wait for what goes into the feed, too. A loop that gives the companion a turn has
+                no time for that.
+        """
+        ends_s = time.monotonic() + timeout_s
         with self._idle:
-            return self._idle.wait_for(lambda: self._outstanding <= 0, timeout_s)
+            if not self._idle.wait_for(lambda: self._outstanding <= 0, timeout_s):
+                return False
+        if not feed or self._feeder is None:
+            return True
+        return self._feeder.drain(max(0.0, ends_s - time.monotonic()))
 
     def save(self, folder: str) -> str:
         """Write the whole state, after the batch in training, into `folder`, atomically. Returns
@@ -354,13 +373,17 @@ class CompanionService:
         with self._state_lock:
             return sum(tensor.nbytes for tensor in self._cycle.state_dict(copied=False).values())
 
-    def close(self) -> None:
-        """Stop the training thread after its current batch, and the feed's after its version."""
+    def close(self, *, alone: bool = False) -> None:
+        """Stop the training thread after its current batch, and the feed's after its version.
+
+        Args:
+            alone: no loop ends this process soon: wait for the feed as long as it should take.
+        """
         ends_s = time.monotonic() + LAST_BATCH_S
         self._queue.close()
         self._thread.join(timeout=LAST_BATCH_S)
         if self._feeder is not None:
-            self._feeder.close(max(0.0, ends_s - time.monotonic()))
+            self._feeder.close(None if alone else max(0.0, ends_s - time.monotonic()))
         if self._home is not None:
             self._ends = True
             self._home.close()
@@ -710,15 +733,14 @@ class CompanionService:
 
     def _feed_first(self) -> None:
         """Have trained heads put into a feed that has none yet, although no gate has judged them: a
-        deep sleep before the first version takes from engines those that they started with.
+        deep sleep before the first version takes from engines those that they started with. A
+        version of before the restart goes into any feed: it may have been on its way at the end.
         """
         if self._feeder is None:
             return
-        cycle, published = self._cycle, self._published
-        if published is not None:
-            release = self._release(published.version)
-            offered = Offer(Path(published.path), published.checksum, release, first=True)
-            self._feeder.offer(offered)
+        cycle = self._cycle
+        if self._published is not None:
+            self._feed_newest()
         elif cycle.version == 0 and not cycle.serving.untrained:
             path = self._write_serving()
             # The first version that the gate lets through has the feed's next number.

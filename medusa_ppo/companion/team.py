@@ -188,8 +188,8 @@ class Leader(CompanionService):
         """Names of all processes that learn now, the leader's own first."""
         return self._incarnation, *self._members
 
-    def close(self) -> None:
-        super().close()
+    def close(self, *, alone: bool = False) -> None:
+        super().close(alone=alone)
         self._end_members()
 
     def _refuse_to_fail_again(self) -> None:

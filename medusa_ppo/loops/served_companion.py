@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 SAVED = "companion"
 """Folder of the state within the run folder; the service uses the same name."""
+FROM_FEED = "of the feed"
+"""How a folder of heads ends its note of what they started from, if that is a version of a feed."""
 NEWS_S = 1.0
 
 
@@ -79,16 +81,20 @@ def _arguments(
     lm_head_VD, embedding_VD = read_tables(model)
     start = config.heads.path or "zero"
     made = not (heads / "config.json").is_file()
+    copied = False
     if made:
         initial = heads_for_table(config, lm_head_VD)
     else:
         vocab_size, hidden_size = lm_head_VD.shape
-        initial, _ = load_heads(heads, hidden_size=hidden_size, vocab_size=vocab_size)
+        initial, read = load_heads(heads, hidden_size=hidden_size, vocab_size=vocab_size)
+        # An earlier start has taken them from the feed, which may have better ones by now.
+        copied = str(read.metadata.get("start")).endswith(FROM_FEED)
     address = absolute(section.feed)
     found = require_feed(address, FeedActor.of(initial.config, lm_head_VD))
     if out is None or not (out / SAVED / STATE_FILE).is_file():
-        if initial.untrained and found is not None and _take_newest(initial, found, address):
-            start = f"version {found.newest} of the feed"
+        own = not initial.untrained and not copied
+        if not own and found is not None and _take_newest(initial, found, address):
+            start = f"version {found.newest} {FROM_FEED}"
         else:
             warn_of_earlier(found, address)
     if made:
@@ -112,8 +118,9 @@ def _arguments(
 
 
 def _take_newest(initial: MedusaHeads, found: FeedManifest, address: str) -> bool:
-    """Begin with a feed's newest version instead of untrained heads: the first version that beats
-    those would take its place in all engines. False if there is none, or it can't be used.
+    """Begin with a feed's newest version instead of untrained heads or an earlier version: the
+    first one that beats those would take its place in all engines. False if there is none, or it
+    can't be used.
     """
     if not found.versions:
         return False

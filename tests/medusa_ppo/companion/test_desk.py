@@ -33,6 +33,7 @@ from medusa_ppo.companion.positions import ROW_BYTES, EarlySample, block_rows
 from medusa_ppo.companion.wire import ServiceArguments, unpack
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.feeds.feed_manifest import FeedVersion, Release
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from tests.medusa_ppo.companion.conftest import ChainTask, until
 from tests.medusa_ppo.companion.test_parts_wire import part_of
@@ -122,6 +123,41 @@ def test_heads_learn_from_parts_and_reach_the_feed(
     assert (wish.trained, wish.published) == (8, manifest.newest) and wish.tables_version == 7
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("drained", [True, False])
+def test_the_end_waits_for_what_is_on_its_way_into_the_feed(
+    made: Callable[..., CompanionDesk],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    drained: bool,
+) -> None:
+    """An upload had three seconds at most, and large heads take minutes: the version was lost."""
+    monkeypatch.setattr("medusa_ppo.companion.service.LAST_BATCH_S", 0.0)
+    publish, may = FolderFeed.publish, threading.Event()
+
+    def slow(feed: FolderFeed, path: Path, release: Release) -> FeedVersion:
+        assert may.wait(60)
+        return publish(feed, path, release)
+
+    monkeypatch.setattr(FolderFeed, "publish", slow)
+    desk = made()
+    service = desk._service
+    service._cycle.version = 1
+    service._publish()
+    service._feed_newest()
+    feed = FolderFeed(tmp_path / "feed")
+    if drained:
+        assert not desk.drain(0.05)
+    release_soon = threading.Timer(0.5, may.set)
+    release_soon.start()
+    if drained:
+        assert desk.drain(60) and feed.manifest() is not None
+    desk.close()
+    release_soon.join()
+    manifest = feed.manifest()
+    assert manifest is not None and manifest.newest == 1
+
+
 def test_parts_of_all_processes_become_one_batch(desk: CompanionDesk, task: ChainTask) -> None:
     tables = task.lm_head_VD, None
     put(desk, part_of(task), None, header(ranks=3, rank=1))
@@ -135,13 +171,19 @@ def test_parts_of_all_processes_become_one_batch(desk: CompanionDesk, task: Chai
     assert received(desk) == 2
 
 
-def test_a_late_part_is_dropped_alone(desk: CompanionDesk, task: ChainTask) -> None:
-    """It broke up the next step: what had come of that one went alone, and the rest by itself."""
-    tables = task.lm_head_VD, None
+def responses_of_batches(desk: CompanionDesk) -> list[int]:
+    """How many responses each batch has that goes to the service from now on."""
     sizes: list[int] = []
     desk._service.submit = lambda packed, *_, **__: sizes.append(  # type: ignore[method-assign]
         unpack(packed).lengths_S.numel()
     )
+    return sizes
+
+
+def test_a_late_part_is_dropped_alone(desk: CompanionDesk, task: ChainTask) -> None:
+    """It broke up the next step: what had come of that one went alone, and the rest by itself."""
+    tables = task.lm_head_VD, None
+    sizes = responses_of_batches(desk)
     order = [(1, 0), (1, 1), (2, 0), (1, 2), (2, 1), (2, 2), (3, 0), (3, 1), (3, 2)]
     for number, rank in order:
         put(desk, part_of(task), None if rank else tables, header(number, ranks=3, rank=rank))
@@ -157,12 +199,49 @@ def test_a_late_part_is_dropped_alone(desk: CompanionDesk, task: ChainTask) -> N
     assert sizes[3:] == [one, one, 3 * one] and desk.status().batches_dropped == 1
 
 
+def test_a_late_part_with_its_own_tables_is_learned_from(
+    desk: CompanionDesk, task: ChainTask
+) -> None:
+    """Whole tables take more than a step to arrive. They were dropped with their part, so that the
+    first process sent them again, late again: nobody's rows were learned from.
+    """
+    sizes = responses_of_batches(desk)
+    tables = task.lm_head_VD, None
+    for number, rank in [(1, 1), (2, 1), (1, 0), (2, 0)]:
+        put(desk, part_of(task), None if rank else tables, header(number, ranks=2, rank=rank))
+    one = part_of(task).lengths_S.numel()
+    assert sizes == [one, 2 * one] and desk.wish().tables_version == 2
+    assert desk.status().batches_dropped == 1, "those of process 1 went before the tables came"
+
+
+def test_a_process_that_is_behind_may_have_several_calls_of_a_step(
+    desk: CompanionDesk, task: ChainTask
+) -> None:
+    """Taps that don't meet number updates, not calls: the second part of the process that was
+    behind was dropped in each step, as if the next step had begun.
+    """
+    sizes = responses_of_batches(desk)
+    tables = task.lm_head_VD, None
+    for number in range(3):
+        for rank in (0, 0, 1, 1):
+            put(desk, part_of(task), None if rank else tables, header(number, ranks=2, rank=rank))
+    put(desk, part_of(task), tables, header(3, ranks=2, rank=0))
+    one = part_of(task).lengths_S.numel()
+    assert sizes == [one, 2 * one, one] * 3
+    assert desk.status().batches_dropped == 0 and not desk.wish().problem
+
+
 def test_rows_without_their_tables_are_not_learned_from(
     desk: CompanionDesk, task: ChainTask
 ) -> None:
     put(desk, part_of(task), None, header(1))
     assert received(desk) == 0 and "tables" in desk.wish().problem
     assert desk.status().batches_dropped == 1
+    desk._service._feeder._problem = "The feed is away."
+    assert "tables" in desk.wish().problem, "what a tap can't change does not hide it"
+    desk._note = ""
+    assert desk.wish().problem == "The feed is away."
+    desk._service._feeder._problem = ""
     put(desk, part_of(task), (task.lm_head_VD, None), header(1))
     put(desk, part_of(task), None, header(2).model_copy(update={"tables_version": 1}))
     assert received(desk) == 2 and desk.wish().tables_version == 1

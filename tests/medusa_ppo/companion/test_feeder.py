@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -94,6 +96,37 @@ def test_what_could_not_be_put_there_is_tried_again_when_told(
     assert feeder.drain(PATIENCE_S) and not feed.begun.is_set(), "it is there"
 
 
+def test_an_upload_is_named_once_it_lasts_longer_than_its_bytes_should(
+    feeder: Feeder, feed: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 2.4 GB take twenty seconds over 1 Gbit/s: each version was an error of the
+    companion.
+    """
+    now_s = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: now_s[0])
+    monkeypatch.setattr("medusa_ppo.companion.feeder.time", clock)
+    large = offer(tmp_path, 1)
+    os.truncate(large.path, 2_400_000_000)
+    # Nothing reads the file.
+    feed.error = OSError("no room")
+    feed.may.clear()
+    feeder.offer(large)
+    assert feed.begun.wait(PATIENCE_S)
+    for seconds, named in ((11, False), (200, False), (240, True)):
+        now_s[0] = 1000.0 + seconds
+        assert bool(feeder.problem) == named
+    assert "after 239 s or more" in feeder.problem
+    feed.may.set()
+    assert feeder.drain(PATIENCE_S) and "no room" in feeder.problem
+    small = offer(tmp_path, 2)
+    feed.begun.clear()
+    feed.may.clear()
+    feeder.offer(small)
+    assert feed.begun.wait(PATIENCE_S) and not feeder.problem
+    now_s[0] += 11
+    assert "after 10 s or more" in feeder.problem
+
+
 def test_what_is_taken_back_is_not_put_there(feeder: Feeder, feed: Held, tmp_path: Path) -> None:
     feed.error = OSError("no room")
     feeder.offer(offer(tmp_path, 1))
@@ -128,6 +161,31 @@ def test_numbers_go_on_where_a_feed_has_lost_its_versions(
     assert feeder.drain(PATIENCE_S) and numbers(feed) == [23] and not feeder.problem
 
 
+def test_numbers_go_on_where_feed_and_companion_were_lost_together(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next process began to count with its own versions: engines elsewhere kept old heads."""
+    feed, kept = FolderFeed(tmp_path / "feed"), tmp_path / "run" / "number"
+    feed.publish(heads_file(tmp_path / "earlier", 40), release(40))
+
+    def feed_with(number: int, kept: Path | None) -> list[int]:
+        feeder = Feeder(feed, kept)
+        feeder.offer(offer(tmp_path, number))
+        feeder.close(PATIENCE_S)
+        assert not feeder.problem
+        return numbers(feed)
+
+    assert feed_with(1, kept) == [40, 41]
+    shutil.rmtree(feed.folder)
+    assert feed_with(2, kept) == [42]
+    # What can't be kept or read is told, and the version goes there all the same.
+    kept.write_text("forty")
+    assert feed_with(3, kept) == [42, 43] and "could not be read" in caplog.text
+    kept.unlink()
+    kept.mkdir()
+    assert feed_with(4, kept) == [42, 43, 44] and "could not be kept" in caplog.text
+
+
 def test_at_the_end_the_last_version_still_goes_there(feed: Held, tmp_path: Path) -> None:
     feeder = Feeder(feed)
     feeder.offer(offer(tmp_path, 1))
@@ -136,3 +194,30 @@ def test_at_the_end_the_last_version_still_goes_there(feed: Held, tmp_path: Path
     unused = Held(tmp_path / "other")
     Feeder(unused).close(PATIENCE_S)
     assert unused.closed
+
+
+def test_at_the_end_an_upload_has_the_time_that_its_bytes_take(
+    feed: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("medusa_ppo.companion.feeder.LONG_S", 0.0)
+    offered = offer(tmp_path, 1)
+    nbytes = offered.path.stat().st_size
+    for seconds in (0.05, PATIENCE_S):
+        monkeypatch.setattr("medusa_ppo.companion.feeder.BYTES_PER_S", nbytes / seconds)
+        feed.begun.clear()
+        feed.may.clear()
+        feeder = Feeder(feed)
+        feeder.offer(offered)
+        assert feed.begun.wait(PATIENCE_S)
+        late = threading.Timer(0.3, feed.may.set)
+        if seconds == PATIENCE_S:
+            late.start()
+        feeder.close(None)
+        assert numbers(feed) == ([1] if seconds == PATIENCE_S else [])
+        assert "on their way" in caplog.text
+        assert ("not in the feed" in caplog.text) == (seconds != PATIENCE_S)
+        caplog.clear()
+        feed.may.set()
+        assert feeder._thread is not None
+        feeder._thread.join(PATIENCE_S)
+        shutil.rmtree(feed.folder)

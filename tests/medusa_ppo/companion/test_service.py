@@ -259,6 +259,66 @@ def test_what_is_published_goes_into_a_feed_also_where_that_was_away(chain, tmp_
     service.close()
 
 
+@torch.no_grad()
+def test_a_resumed_companion_puts_its_version_into_the_feed_before_any_batch(
+    chain, tmp_path: Path
+) -> None:
+    """What was still on its way there at the end came with the next batch at best."""
+    task = chain()
+    feed = FolderFeed(tmp_path / "feed")
+    arguments = arguments_for(task, tmp_path, feed=str(feed.folder))
+    first = CompanionService(arguments, tables_of(task))
+    for version in (1, 2):
+        first._cycle.version = version
+        first._cycle.serving.blocks[0].add_(0.1)
+        if version == 1:
+            first._publish()
+            first._feed_newest()
+            assert first._feeder.drain(60)
+    first.save(str(tmp_path / "saved"))
+    first.close()
+    for _ in range(2):
+        resumed = dataclasses.replace(arguments, resume_from=str(tmp_path / "saved"))
+        service = CompanionService(resumed, tables_of(task))
+        assert service._feeder.drain(60)
+        assert [version.version for version in feed.manifest().versions] == [1, 2]
+        assert feed.manifest().versions[-1].checksum == service.newest(0).published.checksum
+        service._feed_newest()
+        assert service._feeder.drain(60) and feed.manifest().newest == 2, "it is there once"
+        service.close()
+
+
+@torch.no_grad()
+def test_a_restarted_companion_goes_on_with_the_numbers_of_a_feed_that_was_lost_meanwhile(
+    chain, tmp_path: Path
+) -> None:
+    task = chain()
+    feed = FolderFeed(tmp_path / "feed")
+
+    def published(name: str, **more: Any) -> CompanionService:
+        arguments = arguments_for(task, tmp_path, name, feed=str(feed.folder))
+        service = CompanionService(dataclasses.replace(arguments, **more), tables_of(task))
+        service._cycle.version += 1
+        service._cycle.serving.blocks[0].add_(0.1)
+        service._publish()
+        service._feed_newest()
+        assert service._feeder.drain(60) and not service.status().error
+        return service
+
+    # An earlier run has filled the feed, so its numbers are higher than the companion's.
+    for _ in range(5):
+        published("earlier").close()
+    shutil.rmtree(tmp_path / "earlier")
+    first = published("a")
+    assert feed.manifest().newest == 6
+    first.save(str(tmp_path / "saved"))
+    first.close()
+    shutil.rmtree(feed.folder)
+    again = published("a", resume_from=str(tmp_path / "saved"))
+    assert [version.version for version in feed.manifest().versions][-1] > 6
+    again.close()
+
+
 def test_a_feed_that_takes_long_does_not_hold_the_training(
     chain, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -39,7 +39,7 @@ from medusa_ppo.cli.app import app
 from medusa_ppo.companion.companion_link import COMPANION_TOKEN, CompanionLink, RayLink
 from medusa_ppo.companion.parts_wire import PartHeader, Wish, write_part
 from medusa_ppo.companion.service import STATE_FILE
-from medusa_ppo.companion.wire import TableRows
+from medusa_ppo.companion.wire import TableRows, unpack
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.engines.http_server import free_port
 from medusa_ppo.feeds.feed_manifest import FeedActor, Release
@@ -753,6 +753,40 @@ def test_a_companion_by_itself_goes_on_from_what_its_feed_has(
     assert ("may be worse" in caplog.text) == (not intact)
     manifest = feed.manifest()
     assert manifest is not None and manifest.newest == 7, "nothing was published"
+
+
+@torch.no_grad()
+def test_a_second_start_goes_on_from_what_the_feed_has_by_then(
+    chain_actor: Path, tmp_path: Path
+) -> None:
+    """The first one wrote the feed's version into the folder of heads, where it counted as trained:
+    the second began with it, and its first better version replaced the newest in all engines.
+    """
+    lm_head_VD, _ = read_tables(str(chain_actor))
+    config = desk_config(tmp_path)
+    feed = FolderFeed(tmp_path / "feed")
+
+    def fed(number: int) -> str:
+        heads = heads_for_table(config, lm_head_VD)
+        for parameter in heads.blocks:
+            parameter.normal_(0, 0.1)
+        save_state(tmp_path / "state", heads.trainable_state())
+        whose = FeedActor.of(heads.config, lm_head_VD)
+        told = Release(actor=whose, dtype="float32", version=number, policy_version=number)
+        return feed.publish(tmp_path / "state", told).checksum
+
+    def begins_with() -> str:
+        given = config, str(chain_actor), tmp_path / "heads", None
+        arguments, _ = served_companion._arguments(*given)
+        return checksum(unpack(arguments.initial_state))
+
+    assert fed(40) == begins_with()
+    kept, _ = load_heads(tmp_path / "heads")
+    assert not kept.untrained, "engines that are not fed start with these"
+    assert fed(90) == begins_with()
+    # Heads that somebody trained stay its own.
+    save_heads(tmp_path / "heads", kept, lm_head_VD=lm_head_VD, metadata={"start": "zero"})
+    assert begins_with() == checksum(kept.trainable_state())
 
 
 @pytest.mark.slow
