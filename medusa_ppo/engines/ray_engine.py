@@ -88,7 +88,7 @@ class EngineHost:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         # No command of ours runs on a node that has only engines, and an engine that was killed
         # there while it received a file has left it in memory.
-        sweep()
+        sweep(shared_memory_alone=True)
         model, heads, *more, plan = self._start
         with contextlib.ExitStack() as stack:
             if sent:

@@ -204,10 +204,18 @@ def _remove(folder: Path, lock: int, owner: int) -> None:
     os.close(lock)
 
 
-def sweep() -> list[Path]:
-    """Remove the folders of dead owners. Returns what was removed."""
+def sweep(*, shared_memory_alone: bool = False) -> list[Path]:
+    """Remove the folders of dead owners. Returns what was removed.
+
+    Args:
+        shared_memory_alone: leave the temporary files, for processes that may be on another node
+            than the loop: if nodes share that folder but not its locks, a living loop's are free.
+    """
     removed = []
-    for base in {SHARED_MEMORY, Path(tempfile.gettempdir())}:
+    places = (
+        {SHARED_MEMORY} if shared_memory_alone else {SHARED_MEMORY, Path(tempfile.gettempdir())}
+    )
+    for base in places:
         for lock in [path for prefix in PREFIXES for path in base.glob(f"{prefix}*/{LOCK}")]:
             if _is_free(lock):
                 shutil.rmtree(lock.parent, ignore_errors=True)

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from heads.errors import EngineError
+from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.engines import ray_engine
 from medusa_ppo.runtime import files as folders
 from medusa_ppo.runtime.files import OwnedFolder, sweep
 
@@ -88,6 +91,25 @@ def test_what_is_no_owners_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "shm" / "other" / folders.LOCK).mkdir(parents=True)
     kept = OwnedFolder("mppo-").keep()
     assert sweep() == [] and kept.is_dir() and not list(kept.iterdir())
+
+
+def test_an_engine_that_starts_leaves_temporary_files_to_their_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be on another node, which has the folder too and does not see its locks."""
+    places = [tmp_path / name / "medusa-ppo-heads" for name in ("tmp", "shm")]
+    for place in places:
+        place.mkdir()
+        (place / folders.LOCK).touch()
+
+    def not_started(*_: object, **__: object) -> None:
+        raise EngineError("not started", given="", expected="", do="")
+
+    monkeypatch.setattr(ray_engine, "ColocatedEngine", not_started)
+    assert isinstance(
+        ray_engine.EngineHost("model", None, EngineConfig(), 0, None).start({})[0], EngineError
+    )
+    assert [place.exists() for place in places] == [True, False]
 
 
 def test_links_and_what_others_made_are_left_alone(
