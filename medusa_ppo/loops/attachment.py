@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from heads.checkpoint import save_state
-from heads.errors import ConfigError, SavedStateError
+from heads.errors import ConfigError, RunError, SavedStateError
 from medusa_ppo.actors.hf import HFActor
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.service import STATE_FILE
@@ -350,8 +350,17 @@ class Attachment:
         Args:
             version: the actor's version; above 0 if the trainer goes on from a checkpoint.
         """
+        # One that never reached end() has left its hooks on the actor, and its companion.
+        self._fail(
+            RunError(
+                "This training did not end.",
+                given="another one began",
+                expected="end(), or an error inside recording_failure()",
+                do="Look in the trainer's log for what came before.",
+            )
+        )
         self._policy_version = version
-        atexit.register(self._stack.close)  # A failed training never reaches end().
+        atexit.register(self._stack.close)  # The process may end before the training does.
         self._actor = actor = self._view(model)
         gpus = self.ranks.all(own_gpu())
         plugin = self._led(lambda: self._start(actor, gpus))
@@ -461,6 +470,17 @@ class Attachment:
             update={"heads": self.config.heads.model_copy(update={"path": heads})}
         )
 
+    @contextlib.contextmanager
+    def recording_failure(self) -> Iterator[None]:
+        """Context around a whole training. One that fails is recorded as such, its heads are saved,
+        and what `begin` started ends.
+        """
+        try:
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+
     def _finish(self) -> str:
         assert self._writer is not None, "begin() has made it"
         heads = self.plugin.save_heads(self.folder / HEADS_FOLDER)
@@ -473,6 +493,10 @@ class Attachment:
         """
         actions = dict[str, Callable[[], object]]()
         if self._writer is not None:
+            # Saved first: the companion has the newest heads, and the stack ends it.
+            actions["The heads could not be saved"] = functools.partial(
+                self.plugin.save_heads, self.folder / HEADS_FOLDER
+            )
             # Ray turns a signal into SystemExit.
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)
             actions["The report could not be written"] = functools.partial(
@@ -494,6 +518,9 @@ class Attachment:
         self.plugin = NoPlugin()
         self._tap = None
         self._share = None
+        # Those of a step that failed; another training has its own.
+        self._rollouts = None
+        self._more = {}
 
     def _view(self, model: nn.Module) -> HFActor:
         """The actor with its tables gathered, if they are sharded."""

@@ -38,7 +38,6 @@ from medusa_ppo.engines.launch import HOST, SERVER_MODULE, engine_flags, plan_la
 from medusa_ppo.loops.attachment import OURS, Attachment, start_or_resume
 from medusa_ppo.loops.passes import RowTap
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table
-from medusa_ppo.reports.run_files import HEADS_FOLDER
 from medusa_ppo.reports.store import RunWriter, refuse_second_writer
 from medusa_ppo.runtime.control_guard import GUARD, TOKEN, secret_of
 from medusa_ppo.runtime.files import OwnedFolder
@@ -302,21 +301,9 @@ class RemoteAttachment(Attachment):
         that needs to the list. A training that fails is recorded as such.
         """
         tables: list[Tables | None] = []
-        try:
+        with self.recording_failure():
             yield tables
             self.end(tables)
-        except BaseException as error:
-            self._fail(error)
-            raise
-
-    def _fail(self, error: BaseException) -> None:
-        """As in Attachment. The heads are saved before, if they can be."""
-        if self._writer is not None:
-            try:
-                self.plugin.save_heads(self.folder / HEADS_FOLDER)
-            except Exception:
-                logger.exception("The heads could not be saved after a training that failed.")
-        super()._fail(error)
 
 
 class GatheredActor(Protocol):

@@ -12,10 +12,12 @@ package):
     weight sync      `VLLMGeneration.sync_weights`, overridden: the heads follow
     log-prob pass    forward hooks on the model itself; rows are known by their tokens
     step, end        a TrainerCallback
+    failure          `train`, overridden: no event tells of it
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
@@ -211,6 +213,11 @@ class MedusaMixin:
         self.medusa = attachment
         attachment.folder = Path(self.args.output_dir) / "medusa"  # type: ignore[attr-defined]
         self.add_callback(MedusaCallback(attachment))  # type: ignore[attr-defined]
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's. There is no event for a training that fails."""
+        with self.medusa.recording_failure() if self.medusa else contextlib.nullcontext():
+            return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Like the trainer's, with the plugin's figures added."""

@@ -8,6 +8,7 @@ installed package):
     log-prob pass    forward hooks on the policy, in the update's own passes; rows are known by
                      their tokens
     step, end        a TrainerCallback
+    failure          `train`, overridden: no event tells of it
 """
 
 from __future__ import annotations
@@ -91,7 +92,8 @@ class MedusaPPOTrainer(PPOTrainer):
             super().train()
             return
         # TRL calls a function of its module by this name; there is no method to override.
-        with replaced(ppo_trainer, "batch_generation", self._generate_and_tell):
+        telling = replaced(ppo_trainer, "batch_generation", self._generate_and_tell)
+        with self.medusa.recording_failure(), telling:
             super().train()
 
     def generate_completions(self, sampling: bool = False) -> None:

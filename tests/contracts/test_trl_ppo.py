@@ -24,7 +24,9 @@ from transformers import (
 from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 
 from heads.checkpoint import load_heads
+from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
+from medusa_ppo.loops.attachment import Attachment
 from medusa_ppo.loops.loop_versions import require_loop
 from medusa_ppo.loops.trl_ppo import MedusaPPOTrainer
 from medusa_ppo.reports.store import read_run
@@ -122,3 +124,20 @@ def test_heads_are_trained_and_the_policy_learns_the_same_to_the_bit(
     run = read_run(tmp_path / "with" / "medusa")
     assert len(run.steps) == 3 and run.steps[-1][names.COMPANION_TRAINED_TOKENS] > 200
     load_heads(tmp_path / "with" / "medusa" / "heads-final")
+
+
+def test_a_training_that_fails_is_told_to_medusa(monkeypatch: pytest.MonkeyPatch):
+    """TRL has no event for it."""
+    error = RuntimeError("no reward")
+
+    def fails(self: Any) -> None:
+        raise error
+
+    told: list[BaseException] = []
+    monkeypatch.setattr(PPOTrainer, "train", fails)
+    trainer = object.__new__(MedusaPPOTrainer)
+    trainer.medusa = Attachment(build_config({"heads": {"num_heads": 2}}))
+    monkeypatch.setattr(trainer.medusa, "_fail", told.append)
+    with pytest.raises(RuntimeError, match="no reward"):
+        trainer.train()
+    assert told == [error]

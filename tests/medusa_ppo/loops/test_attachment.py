@@ -1,0 +1,150 @@
+"""What an `Attachment` leaves behind, and writes, where a trainer does not go from step to step."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.config.run_config import build_config
+from medusa_ppo.engines.rollout_engine import NoEngine
+from medusa_ppo.loops import attachment as attachment_module
+from medusa_ppo.loops.attachment import Attachment
+from medusa_ppo.plugin import MedusaPlugin, NoPlugin
+from medusa_ppo.reports.store import read_run
+
+
+class OwnPlugin(NoPlugin):
+    """Keeps what becomes of it."""
+
+    closed = False
+    saved = False
+
+    def save_heads(self, folder: str | Path) -> Path:
+        self.saved = True
+        return Path(folder)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def plugins(monkeypatch: pytest.MonkeyPatch) -> list[OwnPlugin]:
+    """Those that were started, instead of ones with a companion."""
+    found: list[OwnPlugin] = []
+
+    def start(*args: Any, **more: Any) -> OwnPlugin:
+        found.append(OwnPlugin())
+        return found[-1]
+
+    monkeypatch.setattr(MedusaPlugin, "start", start)
+    monkeypatch.setattr(attachment_module, "local_ray", lambda **_: contextlib.nullcontext())
+    return found
+
+
+def attached(folder: Path) -> Attachment:
+    attachment = Attachment(build_config({"heads": {"num_heads": 2}}))
+    attachment.engine = NoEngine()
+    attachment.folder = folder / "medusa"
+    return attachment
+
+
+def hooks_of(model: nn.Module) -> int:
+    return len(model._forward_pre_hooks) + len(model._forward_hooks)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(RuntimeError("no reward"), "failed"), (KeyboardInterrupt(), "interrupted")],
+)
+def test_a_trl_training_that_fails_leaves_nothing_and_can_begin_again(
+    error: BaseException,
+    status: str,
+    plugins: list[OwnPlugin],
+    chain_actor: Path,
+    tmp_path: Path,
+) -> None:
+    """Trainer calls no `on_train_end` then: hooks and companion stayed, and the next `train` had a
+    second one.
+    """
+    model, medusa = load_actor(str(chain_actor)), attached(tmp_path)
+    trainer = trainer_of(model, medusa, tmp_path, [error, None])
+    with pytest.raises(type(error)) as raised:
+        trainer.train()
+    assert raised.value is error
+    (plugin,) = plugins
+    assert plugin.saved and plugin.closed and hooks_of(model) == 0
+    meta = read_run(medusa.folder).meta
+    assert meta["status"] == status
+    assert meta.get("extras") == ({"error": "no reward"} if status == "failed" else None)
+    trainer.train()
+    assert [plugin.closed for plugin in plugins] == [True, True] and hooks_of(model) == 0
+    assert read_run(medusa.folder).meta["status"] == "finished"
+
+
+def test_a_training_that_begins_again_by_itself_has_one_companion(
+    plugins: list[OwnPlugin], chain_actor: Path, tmp_path: Path
+) -> None:
+    """`auto_find_batch_size` runs the whole loop again, with `on_train_begin`, inside `train`."""
+    model, medusa = load_actor(str(chain_actor)), attached(tmp_path)
+    full = RuntimeError("CUDA out of memory.")
+    trainer = trainer_of(model, medusa, tmp_path, [full, None], auto_find_batch_size=True)
+    alive: list[list[bool]] = []
+    begin = medusa.begin
+
+    def begin_and_look(*args: Any) -> None:
+        begin(*args)
+        alive.append([not plugin.closed for plugin in plugins])
+
+    medusa.begin = begin_and_look  # type: ignore[method-assign]
+    trainer.train()
+    assert alive == [[True], [False, True]] and plugins[0].saved
+    assert hooks_of(model) == 0 and read_run(medusa.folder).meta["status"] == "finished"
+
+
+def trainer_of(
+    model: nn.Module,
+    medusa: Attachment,
+    folder: Path,
+    steps: list[BaseException | None],
+    **settings: Any,
+) -> Any:
+    """A trainer of transformers with our mix-in. `steps`: what its losses raise, one after the
+    other.
+    """
+    pytest.importorskip("trl")
+    from transformers import Trainer, TrainingArguments
+
+    from medusa_ppo.loops.trl import MedusaCallback, MedusaMixin
+
+    class OwnTrainer(MedusaMixin, Trainer):
+        def __init__(self, **arguments: Any) -> None:
+            Trainer.__init__(self, **arguments)
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **more: Any) -> Any:
+            error = steps.pop(0)
+            if error is not None:
+                raise error
+            return model(**inputs).loss
+
+    arguments = TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        report_to="none",
+        save_strategy="no",
+        max_steps=1,
+        per_device_train_batch_size=2,
+        use_cpu=True,
+        disable_tqdm=True,
+        **settings,
+    )
+    ids = torch.arange(3, 9)
+    rows: Any = [{"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}] * 4
+    trainer = OwnTrainer(model=model, args=arguments, train_dataset=rows)
+    trainer.medusa = medusa
+    trainer.add_callback(MedusaCallback(medusa))
+    return trainer
