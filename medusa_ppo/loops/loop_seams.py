@@ -75,7 +75,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         _seam(f"{VERL}.trainer_base:PPOTrainer.fit", "agent_loop_manager"),
         _seam(f"{VERL}.trainer_base:PPOTrainer._init_resource_pool_mgr", ""),
         _seam(f"{VERL}.trainer_base:PPOTrainer._compute_old_log_prob", "batch metrics"),
-        _seam(f"{VERL}.trainer_base:PPOTrainer._update_actor", "batch metrics"),
+        _seam(f"{VERL}.trainer_base:PPOTrainer._consume_sync_metrics", ""),
         _seam(f"{VERL}.trainer_base:PPOTrainer.on_validate_end", ""),
         _seam(f"{VERL}.trainer_sync:PPOTrainerSync.on_init_end", ""),
         _seam(f"{VERL}.trainer_sync:PPOTrainerSync.on_step_end", ""),

@@ -108,11 +108,8 @@ def test_the_trainers_hooks_are_called_in_the_order_that_we_need(ours: Any):
 
     assert parameters(PPOTrainer.__init__) == ["self", "config"]
     assert parameters(PPOTrainer.fit) == ["self", "agent_loop_manager"]
-    assert (
-        parameters(PPOTrainer._compute_old_log_prob)
-        == parameters(PPOTrainer._update_actor)
-        == ["self", "batch", "metrics"]
-    )
+    assert parameters(PPOTrainer._compute_old_log_prob) == ["self", "batch", "metrics"]
+    assert parameters(PPOTrainer._consume_sync_metrics) == ["self"]
     assert (
         parameters(PPOTrainerSync.on_step_end) == parameters(PPOTrainerSync.on_init_end) == ["self"]
     )
@@ -127,6 +124,7 @@ def test_the_trainers_hooks_are_called_in_the_order_that_we_need(ours: Any):
         "self.on_step_begin()",
         "self.step(metrics",
         "self.on_step_end()",
+        "metrics.update(self._consume_sync_metrics())",
         "self.logger.log(data=metrics",
     )
     # Both validations end with our hook, and the rollouts of a step come after it.
@@ -157,6 +155,27 @@ def test_the_trainers_hooks_are_called_in_the_order_that_we_need(ours: Any):
     from verl.trainer.ppo.utils import Role
 
     assert {str(Role.ActorRollout), str(Role.ActorRolloutRef)} < set(ours.ACTOR_ROLES)
+
+
+def test_a_step_that_warms_up_the_critic_is_reported_like_others(ours: Any) -> None:
+    """verl updates no actor in it. Nothing of it was written, and the first update's line had the
+    sums of all such steps.
+    """
+    trainer = object.__new__(ours.MedusaPPOTrainerSync)
+    told: list[Any] = []
+    trainer.timing_raw, trainer.global_steps = {}, 3
+    trainer.checkpoint_manager = SimpleNamespace(update_weights=lambda step: told.append("sync"))
+    trainer.config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"free_cache_engine": 1}}})
+    trainer.medusa = SimpleNamespace(
+        updated=told.append,
+        synced=lambda *, lost_heads: told.append(lost_heads),
+        figures=lambda: {"medusa/drafts": len(told)},
+    )
+    trainer._pending_sync_metrics = {"theirs": 1.0}
+    # What `fit` does after a step.
+    trainer.on_step_end()
+    assert told == ["sync", 3, True]
+    assert trainer._consume_sync_metrics() == {"theirs": 1.0, "medusa/drafts": 3}
 
 
 def test_a_validation_is_forgotten(ours: Any) -> None:

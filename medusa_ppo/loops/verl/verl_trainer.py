@@ -14,9 +14,9 @@ installed package):
                      replica taps its share of the rows
     rollouts         `_compute_old_log_prob`, overridden: what was tapped goes to the companion,
                      with the rows of lm_head and embedding that it needs
-    update           `_update_actor`, overridden: the step's figures
-    weight sync      `on_step_end`, overridden: verl's sleep throws the heads away, so they are fed
-                     after every sync
+    weight sync      `on_step_end`, overridden: the step's line is written, and the heads are fed,
+                     because verl's sleep throws them away
+    figures          `_consume_sync_metrics`, overridden: verl adds what it gives to the step's
     validation       `on_validate_end`, overridden: what the engines drafted in it is not counted
 
 Shape letters: T tokens of a row, D hidden.
@@ -290,15 +290,14 @@ class MedusaPPOTrainerSync(PPOTrainerSync):
         ):
             return super()._compute_old_log_prob(batch, metrics)
 
-    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        batch = super()._update_actor(batch, metrics)
-        self.medusa.updated(self.global_steps)
-        metrics.update(self.medusa.figures())
-        return batch
-
     def on_step_end(self) -> None:
         super().on_step_end()
+        # Not in `_update_actor`: verl leaves it out while only the critic is warmed up.
+        self.medusa.updated(self.global_steps)
         self.medusa.synced(lost_heads=bool(self.config.actor_rollout_ref.rollout.free_cache_engine))
+
+    def _consume_sync_metrics(self) -> Any:
+        return {**super()._consume_sync_metrics(), **self.medusa.figures()}
 
     def on_validate_end(self) -> None:
         super().on_validate_end()
