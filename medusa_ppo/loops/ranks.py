@@ -81,6 +81,8 @@ class Ranks:
         weights are passed as files.
 
         Args:
+            what: the settings; None: the trainer runs without heads, and nothing more than this is
+                asked of its processes.
             timeout_s: how long they may later wait for each other; LED_S if that is longer. Under
                 DDP, for example, one process writes a checkpoint while the others already wait.
 
@@ -89,17 +91,19 @@ class Ranks:
         """
         if self.size == 1:
             return
+        # Without heads they may take as long as in the trainer alone.
+        wait_s = AGREE_S if what is not None else max(AGREE_S, timeout_s)
         try:
             # A separate group, on the host: the trainer's own may use NCCL, and has a timeout for
             # its collectives.
-            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=AGREE_S))
+            group = dist.new_group(backend="gloo", timeout=timedelta(seconds=wait_s))
             found: list[Any] = [None] * self.size
             dist.all_gather_object(found, (what, socket.gethostname()), group=group)
         except RuntimeError as error:
             raise ConfigError(
                 "Not every process of the training has created its trainer with draft heads.",
                 given=(
-                    f"process {self.rank} of {self.size} waited {AGREE_S:.0f} s:"
+                    f"process {self.rank} of {self.size} waited {wait_s:.0f} s:"
                     f" {str(error).splitlines()[0]}"
                 ),
                 expected=(
@@ -120,6 +124,8 @@ class Ranks:
                     ),
                     do="Give every process the same settings, and train on one node.",
                 )
+            if what is None:
+                return  # Nothing is passed as files.
         # A new group, because a group's timeout is set when it is created.
         patience = timedelta(seconds=max(LED_S, timeout_s))
         self._group = dist.new_group(backend="gloo", timeout=patience)

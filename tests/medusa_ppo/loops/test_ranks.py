@@ -158,6 +158,32 @@ def test_other_settings_in_one_process_are_told_to_all():
         )
 
 
+@pytest.mark.parametrize("what", [None, {"heads": 2}])
+def test_only_heads_need_one_node(what: Any):
+    """A trainer without heads is TRL's, and may have several."""
+
+    def work(rank: int) -> Any:
+        module.socket.gethostname = lambda: f"node-{rank}"  # type: ignore[attr-defined]
+        module.AGREE_S = 60.0
+        return Ranks.here(what).size
+
+    for answer, _ in together(work).values():
+        if what is None:
+            assert answer == 2
+        else:
+            assert "do not have the same node" in str(answer)
+
+
+def test_a_trainer_without_heads_waits_as_long_as_trl_would():
+    def work(rank: int) -> Any:
+        module.AGREE_S = 1.0
+        if rank == 1:
+            time.sleep(5)
+        return Ranks.here(None, 120.0).size
+
+    assert [answer for answer, _ in together(work).values()] == [2, 2]
+
+
 def test_a_process_that_never_comes_is_waited_for_in_vain_but_not_long():
     def work(rank: int) -> Any:
         module.AGREE_S = 3.0
