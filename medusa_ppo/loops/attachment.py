@@ -290,6 +290,11 @@ class Attachment:
         if self._tap is None:
             yield generated
             return
+        if self._rollouts is not None:
+            # A trainer may generate several times for one update.
+            parts = self._scored_rows()
+            self._led(lambda: self._tell_earlier(parts))
+            self._rollouts = None
         before = self._led(self._before_generation)
         began = time.perf_counter()
         yield generated
@@ -407,19 +412,34 @@ class Attachment:
         with self.plugin.exposed():
             # On every process, because sharded tables are gathered.
             changed = actor.refresh()
-            # On every process as well, and before `led`, in which all but the first only serve.
-            parts = self.ranks.first_gets(self._share.take()) if self._share else []
+        parts = self._scored_rows()
         gathered = actor.gathered_bytes - before
         self._more[names.TABLE_BYTES] = self._more.get(names.TABLE_BYTES, 0) + gathered
-        self._led(lambda: self._tell(actor if changed else None, version, parts or []))
+        self._led(lambda: self._tell(actor if changed else None, version, parts))
+        self._rollouts = None  # In every process, as in the first one.
 
-    def _tell(self, actor: HFActor | None, version: int, parts: list[RolloutBatch | None]) -> None:
-        """Pass on the rows of all processes (of a single process the plugin has them), and the
-        tables if they have changed.
+    def _scored_rows(self) -> list[RolloutBatch]:
+        """What each process has scored of the last rollouts, on the first one; of a single process
+        the plugin has it. Called on every process, and before `led`, in which all but the first
+        only serve.
         """
+        if self._share is None:
+            return []
         with self.plugin.exposed():
-            if batches := [batch for batch in parts if batch is not None]:
-                self.plugin.batch_ready(RolloutBatch.join(batches))
+            parts = self.ranks.first_gets(self._share.take())
+        return [batch for batch in parts or [] if batch is not None]
+
+    def _tell_earlier(self, parts: list[RolloutBatch]) -> None:
+        """Report rollouts for which no update came before the next ones."""
+        if parts:
+            self.plugin.batch_ready(RolloutBatch.join(parts))
+        self._write_step()
+
+    def _tell(self, actor: HFActor | None, version: int, parts: list[RolloutBatch]) -> None:
+        """Pass on the rows of all processes, and the tables if they have changed."""
+        with self.plugin.exposed():
+            if parts:
+                self.plugin.batch_ready(RolloutBatch.join(parts))
             self.plugin.policy_updated(actor, version)
         self._write_step()
 

@@ -12,9 +12,12 @@ from torch import nn
 
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.config.run_config import build_config
+from medusa_ppo.contract import metrics as names
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.rollout_engine import NoEngine
 from medusa_ppo.loops import attachment as attachment_module
 from medusa_ppo.loops.attachment import Attachment
+from medusa_ppo.loops.passes import Generated
 from medusa_ppo.plugin import MedusaPlugin, NoPlugin
 from medusa_ppo.reports.store import read_run
 
@@ -105,6 +108,24 @@ def test_a_training_that_begins_again_by_itself_has_one_companion(
     trainer.train()
     assert alive == [[True], [False, True]] and plugins[0].saved
     assert hooks_of(model) == 0 and read_run(medusa.folder).meta["status"] == "finished"
+
+
+def test_every_generation_before_an_update_has_a_line(
+    plugins: list[OwnPlugin], chain_actor: Path, tmp_path: Path
+) -> None:
+    """Only the last one had."""
+    model, medusa = load_actor(str(chain_actor)), attached(tmp_path)
+    medusa.begin(model)
+    for tokens in (2, 3, 5):
+        with medusa.generation(Sampling()) as generated:
+            generated.append(Generated([[5, 6]], [[7] * tokens], [[-0.5] * tokens]))
+    medusa.updated(1)
+    with medusa.generation(Sampling()) as generated:
+        generated.append(Generated([[5, 6]], [[7] * 7], [[-0.5] * 7]))
+    medusa.updated(2)
+    medusa.end()
+    steps = read_run(medusa.folder).steps
+    assert [step[names.RESPONSE_LENGTH] for step in steps] == [2, 3, 5, 7]
 
 
 def trainer_of(

@@ -5,6 +5,7 @@ and nothing waits for the dead.
 from __future__ import annotations
 
 import contextlib
+import logging
 import multiprocessing
 import operator
 import os
@@ -344,10 +345,18 @@ def _by_made_up_seconds(plugin: MedusaPlugin) -> None:
         setattr(owner, name, slower(getattr(owner, name)))
 
 
-def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
-    """Two steps of a trainer under DDP or FSDP2; each process has its own engine and its own
-    rows.
+def _train(
+    rank: int, actor_path: str, out: Path, form: str, updates: tuple[bool, ...] = (True, True)
+) -> dict[str, Any]:
+    """A trainer under DDP or FSDP2; each process has its own engine and its own rows.
+
+    Args:
+        updates: for each generation, whether an update follows.
     """
+    warnings: list[str] = []
+    monitor = logging.Handler(logging.WARNING)
+    monitor.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(plugin_module.__name__).addHandler(monitor)
     os.environ["OUT"] = str(out)
     offered: list[tuple[str, ...] | None] = []
 
@@ -379,7 +388,7 @@ def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
     if isinstance(attachment.plugin, MedusaPlugin):
         _by_made_up_seconds(attachment.plugin)
     seen: list[tuple[int, int]] = []
-    for step in range(2):
+    for step, update in enumerate(updates):
         prompts = [[5 + rank, 6], [9 + rank, 7]]
         prompts[1] = [9, 7]  # This row is the same in both processes, and each scores its own.
         answers = [[10 + rank, 11 + step, 12, 13], [14, 15 + step]]
@@ -397,9 +406,10 @@ def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
                 input_ids=ids, attention_mask=(ids > 0).long()
             )  # Once more than it must: no row counts twice.
         wrapped(input_ids=ids, attention_mask=(ids > 0).long()).logits.float().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        attachment.updated(step + 1)
+        if update:
+            optimizer.step()
+            optimizer.zero_grad()
+            attachment.updated(step + 1)
     attachment.end()
     attachment._home.close()  # This process ends by _exit, which runs nothing.
     made = RankCompanion.made
@@ -412,6 +422,7 @@ def _train(rank: int, actor_path: str, out: Path, form: str) -> dict[str, Any]:
         "figures": attachment.figures(),
         "table": table,
         "offered": offered,
+        "warnings": warnings,
     }
 
 
@@ -442,6 +453,22 @@ def test_one_companion_learns_from_all_rows_and_feeds_all_engines(
     steps = read_run(tmp_path / "medusa").steps
     assert [step[names.PLUGIN_EXPOSED_S] for step in steps] == [len(GATHERS)] * 2
     load_heads(tmp_path / "medusa" / "heads-final")
+
+
+def test_every_generation_before_an_update_is_learned_from_and_reported(
+    chain_actor: Path, tmp_path: Path
+):
+    """As in TRL, if `steps_per_generation` is less than `gradient_accumulation_steps`. Only the
+    last one's states came, and the log said that nothing had been scored.
+    """
+    found = together(lambda rank: _train(rank, str(chain_actor), tmp_path, "ddp", (False, True)))
+    first = found[0][0]
+    assert isinstance(first, dict), first
+    assert [sorted(lengths) for lengths in first["batches"]] == [[2, 2, 4, 4]] * 2
+    assert first["warnings"] == []
+    assert [version for version, _ in first["seen"]] == [0, 1]
+    steps = read_run(tmp_path / "medusa").steps
+    assert [step[names.DRAFTS] for step in steps] == [7, 7], "each one's own"
 
 
 def test_a_process_knows_its_gpu_by_the_name_that_others_know(monkeypatch: pytest.MonkeyPatch):
