@@ -395,20 +395,27 @@ class HFActor(ActorView):
     def tap(self) -> HiddenTap:
         return HiddenTap(self._model)
 
-    def refresh(self) -> bool:
+    def refresh(self, *, embedding: bool = True) -> bool:
         """Bring the tables to the ranks that report, if a rank has seen them change. Every rank
         must call it, before the first use and after the weights changed, at the same point of its
         work, with or without a plugin; otherwise the others wait.
+
+        Args:
+            embedding: False: it is not read before the next call. The same on every rank.
 
         Returns:
             Whether a table may have changed since the last call; the same on every rank.
         """
         tables = {"output": Table(self._model, "output")}
-        if self._with_embedding:
+        if self._with_embedding and embedding:
             tables["input"] = Table(self._model, "input")
+        else:
+            # So that it counts as changed when it is read again.
+            self._gathered.pop("input", None)
+            self._bits.pop("input", None)
         # Nothing to check or gather; the same holds on every rank, since `frozen` is the same on
         # all.
-        if self._bits and all(table.frozen for table in tables.values()):
+        if self._bits.keys() == tables.keys() and all(table.frozen for table in tables.values()):
             return False
         if all(table.whole for table in tables.values()):
             return self._changed_here(tables)

@@ -104,9 +104,12 @@ class MegatronActor(ActorView):
             ),
         )
 
-    def refresh(self) -> None:
+    def refresh(self, *, embedding: bool = True) -> None:
         """Bring the whole tables to the ranks that report. Every rank calls it, before the first
         use and after the weights changed.
+
+        Args:
+            embedding: False: it is not read before the next call. The same on every rank.
         """
         table = (
             gather_rows(self.output_weight, self.groups.tensor, self._vocab_size)
@@ -115,7 +118,9 @@ class MegatronActor(ActorView):
         )
         if table is not None:
             self._tables["lm_head"] = table
-        if self._with_embedding:
+        if self._with_embedding and not embedding:
+            self._tables.pop("embedding", None)
+        elif self._with_embedding:
             own = self._first.embedding.word_embeddings.weight if self._first.pre_process else None
             table = None if own is None else gather_rows(own, self.groups.tensor, self._vocab_size)
             moved = self._to_last_stage(table)

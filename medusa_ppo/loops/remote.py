@@ -313,7 +313,7 @@ class GatheredActor(Protocol):
 
     reports: bool
 
-    def refresh(self) -> object: ...
+    def refresh(self, *, embedding: bool = True) -> object: ...
 
     @property
     def lm_head_VD(self) -> torch.Tensor: ...
@@ -338,14 +338,15 @@ class WorkerTables:
         its pass; only on the rank that reports.
         """
         if wanted is not None:
-            self._actor.refresh()
+            self._actor.refresh(embedding=wanted.embedding)
         if batch is None or not self._actor.reports:
             return None
         if wanted is None:
             return Taken(batch, None)
         ids = batch_token_ids(batch.response_ids_M, batch.before_ids_X)
         actor = self._actor
-        return Taken(batch, wanted.of(actor.lm_head_VD, actor.embedding_VD, ids))
+        embedding_VD = actor.embedding_VD if wanted.embedding else None
+        return Taken(batch, wanted.of(actor.lm_head_VD, embedding_VD, ids))
 
     def whole(self) -> Tables | None:
         """Both tables, copied; only on the rank that reports."""

@@ -126,6 +126,8 @@ class CompanionTap:
         self._reading = reading
         # Whether the tables may have changed since they were gathered.
         self._stale = False
+        # Whether the companion's heads read the embedding.
+        self._embedding = True
         with reading():
             # On every rank, because sharded tables are gathered.
             self._actor.refresh()
@@ -311,7 +313,7 @@ class CompanionTap:
         if self._stale:
             self._stale = False
             with self._reading():
-                if self._actor.refresh():
+                if self._actor.refresh(embedding=self._embedding):
                     self._tables_version = self._version
 
     def _agreed(self, tokens: int) -> tuple[int, bool]:
@@ -324,11 +326,22 @@ class CompanionTap:
         """
         rows = self._sender.wish.rows
         if not self._meets:
+            if self._ranks == 1:
+                self._reads_embedding(self._sender.wish.embedding)
             return rows, self._ranks > 1
-        told = torch.tensor([0 if self._rank else rows, tokens], device=self._meeting_device)
+        embedding = self._sender.wish.embedding
+        first = (0, 0) if self._rank else (rows, int(embedding))
+        told = torch.tensor([*first, tokens], device=self._meeting_device)
         dist.all_reduce(told, dist.ReduceOp.MAX)
-        rows, most_tokens = told.tolist()
+        rows, reads, most_tokens = told.tolist()
+        self._reads_embedding(bool(reads))
         return rows, most_tokens > 0
+
+    def _reads_embedding(self, reads: bool) -> None:
+        """From the next time that tables are gathered, the embedding is one of them or is not."""
+        # A companion with other heads may have taken the place of this one.
+        self._stale |= reads and not self._embedding
+        self._embedding = reads
 
     @property
     def _meeting_device(self) -> str:
@@ -368,7 +381,8 @@ class CompanionTap:
         if self._sender.sent and wish.tables_version == self._tables_version:
             return None
         lm_head_VD = self._actor.lm_head_VD
-        embedding_VD = self._actor.embedding_VD if wish.embedding else None
+        reads = self._embedding if self._together else wish.embedding
+        embedding_VD = self._actor.embedding_VD if reads else None
         draft_ids = self._sender.draft_ids
         if ids is not None and draft_ids is not None:
             return table_rows(lm_head_VD, embedding_VD, ids, torch.cat([draft_ids, *untold]))

@@ -5,6 +5,7 @@ and nothing waits for the dead.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import multiprocessing
 import operator
@@ -29,8 +30,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from heads.checkpoint import checksum, load_heads, load_state, save_state
-from heads.errors import ConfigError, EngineError, MedusaError
+from heads.errors import ConfigError, DataError, EngineError, MedusaError
 from medusa_ppo.actors.hf import HFActor, load_actor
+from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Sampling
@@ -40,6 +42,7 @@ from medusa_ppo.loops import ranks as module
 from medusa_ppo.loops.attachment import Attachment
 from medusa_ppo.loops.passes import Generated
 from medusa_ppo.loops.ranks import Ranks
+from medusa_ppo.loops.remote import WorkerTables
 from medusa_ppo.plugin import MedusaPlugin
 from medusa_ppo.plugin import medusa_plugin as plugin_module
 from medusa_ppo.reports.store import read_run
@@ -469,6 +472,41 @@ def test_every_generation_before_an_update_is_learned_from_and_reported(
     assert [version for version, _ in first["seen"]] == [0, 1]
     steps = read_run(tmp_path / "medusa").steps
     assert [step[names.DRAFTS] for step in steps] == [7, 7], "each one's own"
+
+
+def test_an_embedding_that_nobody_reads_is_not_gathered(chain_actor: Path):
+    """It was, after each update: 2.5 GB to one process's host at the size of an 8B actor."""
+
+    def work(rank: int) -> Any:
+        model = load_actor(chain_actor)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        actor = HFActor(model, reports=rank == 0)
+        tables = WorkerTables(actor)
+        found = [0]
+        refused = []
+        for reads in (True, False, False, True):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1.5)
+            tables.taken(None, WantedRows(torch.tensor([1]), embedding=reads))
+            found.append(actor.gathered_bytes)
+            if not reads and rank == 0:
+                with pytest.raises(DataError) as error:
+                    _ = actor.embedding_VD
+                refused.append(str(error.value))
+        # Nothing changes any more, and still what was left out has to come.
+        model.requires_grad_(False)
+        actor.refresh(embedding=False)
+        changed = actor.refresh()
+        found.append(actor.gathered_bytes)
+        whole_VD = model.get_input_embeddings().weight.full_tensor()
+        equal = torch.equal(actor.embedding_VD, whole_VD) if rank == 0 else None
+        gathered = [after - before for before, after in itertools.pairwise(found)]
+        return [each / whole_VD.nbytes for each in gathered], changed, equal, len(refused)
+
+    found = together(work)
+    assert found[0][0] == ([2, 1, 1, 2, 2], True, True, 2)
+    assert found[1][0] == ([2, 1, 1, 2, 2], True, None, 0)
 
 
 def test_a_process_knows_its_gpu_by_the_name_that_others_know(monkeypatch: pytest.MonkeyPatch):

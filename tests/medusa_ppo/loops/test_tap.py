@@ -34,7 +34,7 @@ from heads.errors import (
     ModelError,
     RunError,
 )
-from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.actors.hf import HFActor, load_actor
 from medusa_ppo.cli.app import app
 from medusa_ppo.companion.companion_link import COMPANION_TOKEN, CompanionLink, RayLink
 from medusa_ppo.companion.parts_wire import PartHeader, Wish, write_part
@@ -189,6 +189,32 @@ def test_tables_are_read_only_for_rows_that_are_wanted(
     assert len(reads) == 2, "once more, for the only rows that were wanted"
     torch.testing.assert_close(whole.tables[0], actor.lm_head.weight.cpu())
     assert served[0].wish().tables_version == 3
+
+
+@torch.no_grad()
+def test_the_embedding_is_gathered_for_heads_that_read_it(
+    whole: ServedDesk, actor: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if a companion with such heads takes the place of one with others."""
+    asked: list[bool] = []
+    refresh = HFActor.refresh
+    monkeypatch.setattr(
+        HFActor,
+        "refresh",
+        lambda self, *, embedding=True: (asked.append(embedding), refresh(self))[1],
+    )
+    with CompanionTap(actor, whole.address) as tap:
+        for number, reads in enumerate((False, False, True, True, False)):
+            tap._sender.wish = tap.wish.model_copy(update={"embedding": reads, "rows": 64})
+            asked.clear()
+            with tap(PROMPTS, COMPLETIONS):
+                score(actor, [0, 1, 2])
+            # Before the first update there is nothing to gather again.
+            assert asked == ([reads] if number else [])
+            assert tap.drain(30)
+            if number != 1:  # The third one's companion needs it without an update.
+                actor.lm_head.weight.add_(1.0)
+                tap.updated()
 
 
 @torch.no_grad()
