@@ -33,9 +33,9 @@ from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.offline.collect import Sample, response_rounds, samples_of, split_samples
-from medusa_ppo.offline.data_parallel import cosine_schedule
 from medusa_ppo.offline.hidden import HiddenReader, read_all
 from medusa_ppo.offline.scene import engine_config, read_scene, running_engine
+from medusa_ppo.offline.schedule import cosine_schedule
 from medusa_ppo.runtime.console import OfflineProgress
 
 ORIGINAL, SHARED, OURS = "original", "original, shared lm_head", "ours"

@@ -187,7 +187,12 @@ class TrainOptions:
     @property
     def step_positions(self) -> int:
         """Positions of one optimizer step, of all workers together."""
-        return self.batch_positions * self.accumulate * self.workers
+        return self.worker_positions * self.workers
+
+    @property
+    def worker_positions(self) -> int:
+        """Positions of one optimizer step on one worker."""
+        return self.batch_positions * self.accumulate
 
     @property
     def draft_temperature(self) -> float:

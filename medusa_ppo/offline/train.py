@@ -52,7 +52,6 @@ from medusa_ppo.offline.collect import (
 from medusa_ppo.offline.data_parallel import (
     TrainingWorker,
     TrainingWorkers,
-    deal_parts,
     gpus_for_workers,
     running_workers,
 )
@@ -70,6 +69,7 @@ from medusa_ppo.offline.scene import (
     running_engine,
     train_scene,
 )
+from medusa_ppo.offline.schedule import in_equal_steps
 from medusa_ppo.runtime.console import Advance, OfflineProgress
 from medusa_ppo.runtime.files import only_one_in, write_atomic
 from medusa_ppo.runtime.processes import StopSignals
@@ -80,10 +80,6 @@ HOLDOUT_TOKENS = 16_384
 """Maximum tokens that heads are judged on: enough for two digits of acceptance, and no more work
 than training itself.
 """
-# The minimum, even with little text: at these steps heads are judged, and the best are kept.
-LOG_STEPS_PER_EPOCH = 4
-PART_TOKENS = 32_768
-"""Maximum tokens between two log steps, and in memory at once besides the cache."""
 # An interruption that can't be caught loses at most this many seconds and the part in training.
 SAVE_EVERY_S = 30.0
 # Compared like a setting, so that a folder in another release's format is refused.
@@ -216,11 +212,7 @@ class _Run:
         self._options = options
         self._worker = worker
         self._resume = resume
-        wanted = max(
-            LOG_STEPS_PER_EPOCH, math.ceil(worker.tokens / (PART_TOKENS * options.workers))
-        )
-        # At most as many parts as a worker has groups: every part needs a group on every worker.
-        self._parts = min(worker.groups // options.workers, wanted)
+        self._plan = worker.plan
         self._log = options.out / LOG_FILE
         self._saved_at = time.monotonic()
         self.position = TrainPosition()
@@ -242,7 +234,7 @@ class _Run:
 
     def train(self, progress: OfflineProgress) -> None:
         """Train on all remaining parts, or until the time is up or the target is reached."""
-        total = self._options.epochs * self._parts
+        total = self._options.epochs * self._plan.parts
         with (
             progress.phase("Training the heads", total - self.position.parts) as advance,
             self._log.open("a", encoding="utf-8") as log,
@@ -267,10 +259,8 @@ class _Run:
 
     def _one_part(self, log: TextIO, advance: Advance, progress: OfflineProgress) -> None:
         began = time.monotonic()
-        epoch, part = divmod(self.position.parts, self._parts)
-        dealt = deal_parts(
-            self._worker.groups, self._parts, self._options.workers, self._options.seed, epoch
-        )[part]
+        epoch, part = divmod(self.position.parts, self._plan.parts)
+        dealt = self._plan.dealt(epoch)[part]
         report, tokens = self._worker.train(dealt, self.position.parts)
         if report.problem:
             progress.say(report.problem)
@@ -415,6 +405,9 @@ class ResumeFolder:
         self._samples = self._folder / "samples.json"
         self._trainer = self._folder / "trainer.safetensors"
         self._settings = {"format_version": RESUME_FORMAT, **options.settings()}
+        if in_equal_steps(options):
+            # Version 0.3 cut these into other parts, and the position counts parts.
+            self._settings["parts_of_whole_steps"] = True
         # With only the settings there is nothing to resume, so they may differ.
         more_than_settings = len(list(self._folder.glob("*"))) > 1
         self.found = not options.fresh and more_than_settings

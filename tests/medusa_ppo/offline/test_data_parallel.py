@@ -20,8 +20,9 @@ from heads.modules import MedusaHeads
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
-from medusa_ppo.offline.data_parallel import TrainingWorkers, deal_parts, gpus_for_workers
+from medusa_ppo.offline.data_parallel import TrainingWorkers, gpus_for_workers
 from medusa_ppo.offline.options import TrainOptions
+from medusa_ppo.offline.schedule import deal_parts
 from medusa_ppo.offline.train import ResumeFolder, TrainPosition, train_heads
 from medusa_ppo.runtime.console import OfflineProgress
 from medusa_ppo.runtime.rendezvous import Meeting

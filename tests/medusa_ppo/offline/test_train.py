@@ -22,9 +22,10 @@ import torch
 
 from heads.checkpoint import load_heads
 from heads.errors import CheckpointError, ConfigError, DataError, RunError
-from medusa_ppo.companion.trainer import HeadsTrainer
+from medusa_ppo.companion.trainer import COUNTERS, HeadsTrainer
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.scene import find_source, plan_training, read_scene
+from medusa_ppo.offline.schedule import TrainingPlan
 from medusa_ppo.offline.train import ResumeFolder, TrainPosition, _keep_best, _Run, train_heads
 from medusa_ppo.runtime.console import OfflineProgress
 
@@ -298,6 +299,73 @@ def test_accumulated_micro_batches_make_the_step_of_one_large_batch(
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
     for name, value in state(large).items():
         torch.testing.assert_close(value, state(small)[name], rtol=0, atol=2e-3)
+
+
+def test_a_step_larger_than_a_part_makes_the_part_larger(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that held less than a step cut it short, and the step size fell to its end long
+    before the last step.
+    """
+    monkeypatch.setattr("medusa_ppo.offline.train.SAVE_EVERY_S", -1.0)
+    taken: list[int] = []
+    planned: list[TrainingPlan] = []
+    real_save, real_plan = ResumeFolder.save_trainer, TrainingPlan.of
+
+    def save(self: ResumeFolder, state: dict[str, torch.Tensor], position: TrainPosition) -> None:
+        taken.append(int(state["counters"][COUNTERS.index("optimizer_steps")]))
+        real_save(self, state, position)
+
+    def plan(*arguments: Any) -> TrainingPlan:
+        planned.append(real_plan(*arguments))
+        return planned[0]
+
+    monkeypatch.setattr(ResumeFolder, "save_trainer", save)
+    monkeypatch.setattr(TrainingPlan, "of", plan)
+    asked = replace(options, epochs=2, accumulate=8)
+    with monkeypatch.context() as patch:
+        patch.setattr("medusa_ppo.offline.schedule.PART_TOKENS", 64)
+        train(asked)
+    [made] = planned
+    assert taken[-1] == made.steps
+    # Groups can't be cut, so parts are not to the token what was asked for.
+    mean = asked.epochs * sum(made.positions) / made.steps
+    assert 0.7 * asked.step_positions < mean < 1.3 * asked.step_positions
+
+    plain = replace(options, epochs=1, out=options.out.with_name("plain"))
+    taken.clear()
+    planned.clear()
+    train(plain)
+    assert taken[-1] == planned[0].steps, "nor do small steps go on after the end of the schedule"
+
+
+def test_the_plan_of_large_steps_is_what_was_asked_for() -> None:
+    """4 workers with 4,915 written tokens in each group; the default of 512 positions too."""
+    groups = [4915] * 4096
+    for accumulate, parts in ((1, 154), (64, 154), (128, 77)):
+        options = TrainOptions(
+            model="", data="", out=Path(), workers=4, accumulate=accumulate, epochs=4
+        )
+        plan = TrainingPlan.of(options, groups, sum(groups))
+        mean = options.epochs * sum(groups) / plan.steps
+        assert mean == pytest.approx(options.step_positions, rel=0.03)
+        assert plan.parts == parts
+
+
+def test_a_training_with_large_steps_of_an_older_version_is_refused(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its position counts parts, and it had others."""
+    large = replace(options, accumulate=128)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("medusa_ppo.offline.train._Run.train", interrupted)
+        train(large)
+    settings = large.out / "resume" / "settings.json"
+    saved = json.loads(settings.read_text())
+    del saved["parts_of_whole_steps"]
+    settings.write_text(json.dumps(saved))
+    with pytest.raises(ConfigError, match=r"parts_of_whole_steps True \(was None\)"):
+        train(large)
 
 
 def test_bfloat16_learns_like_float32(options: TrainOptions, tmp_path: Path) -> None:
