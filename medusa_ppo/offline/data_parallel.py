@@ -82,6 +82,7 @@ class TrainingWorker:
         reader = HiddenReader(model, options.temperature, DTYPES[options.dtype])
         # Only the first worker judges; the others save the memory.
         self._holdout = read_all(reader, held_out, lambda *_: None) if rank == 0 else None
+        self._by_model = all(sample.by_model for sample in held_out)
         self._states = HiddenStates(reader, training, options.cache_bytes, options.seed)
         self.groups = len(self._states.groups)
         self.tokens = self._states.tokens
@@ -159,18 +160,23 @@ class TrainingWorker:
         )
 
     def heads(self) -> MedusaHeads:
-        """A copy of the heads on the CPU, with draft temperatures fitted to the holdout."""
+        """A copy of the heads on the CPU, with draft temperatures fitted to the holdout if the
+        model wrote it.
+        """
         assert self._holdout is not None, "only the first worker judges"
         # A copy, because training continues with the current temperatures.
         heads = copy.deepcopy(self._trainer.heads)
         trainer = self._trainer
-        fit_temperatures(
-            heads,
-            self._holdout,
-            trainer.lm_head_VD,
-            embedding_VD=trainer.embedding_VD,
-            served=self._served,
-        )
+        # Replay weighs drafts by how often the model would write them. Where others wrote the text
+        # it prefers temperatures that are worse than none for the model's own.
+        if self._by_model:
+            fit_temperatures(
+                heads,
+                self._holdout,
+                trainer.lm_head_VD,
+                embedding_VD=trainer.embedding_VD,
+                served=self._served,
+            )
         return heads.cpu()
 
     def state_dict(self) -> State:

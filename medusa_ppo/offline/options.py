@@ -20,6 +20,10 @@ from medusa_ppo.config.sampling_section import SamplingConfig
 
 HUB_PREFIX = "hf://"
 """Heads of the hub are named so: hf://OWNER/NAME."""
+WRITTEN_BY_MODEL = "written_by_model"
+"""In train.jsonl and the heads' metadata: whether the model itself wrote the text that heads were
+trained and judged on.
+"""
 NOT_IN_THE_HEADS = ("out", "max_minutes", "target_mal", "cache_bytes", "fresh")
 """Options that change when a training stops or how fast it is, but not the heads that it has after
 a given number of tokens.

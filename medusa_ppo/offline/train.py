@@ -55,7 +55,7 @@ from medusa_ppo.offline.data_parallel import (
     gpus_for_workers,
     running_workers,
 )
-from medusa_ppo.offline.options import TrainOptions
+from medusa_ppo.offline.options import WRITTEN_BY_MODEL, TrainOptions
 from medusa_ppo.offline.scene import (
     BEST_PREFIX,
     MAX_TEXT_TOKENS,
@@ -133,6 +133,12 @@ def _train(options: TrainOptions, scene: Scene | None, progress: OfflineProgress
             f"This CPU multiplies {options.dtype} slowly: states are kept in it, products are"
             " float32"
         )
+    by_model = all(sample.by_model for sample in samples)
+    if not by_model:
+        progress.say(
+            "The model did not write this text, so replay on it is only a rough guide, and no draft"
+            " temperatures are fitted"
+        )
     training, held_out = split_samples(samples, HOLDOUT_FRACTION, HOLDOUT_TOKENS, options.seed)
     progress.say("Reading the hidden states of the holdout ...")
     with running_workers(options, training, held_out) as worker:
@@ -140,7 +146,7 @@ def _train(options: TrainOptions, scene: Scene | None, progress: OfflineProgress
             f"{len(training)} sequences to train on ({worker.tokens} tokens), {len(held_out)}"
             " held out"
         )
-        run = _Run(options, worker, resume)
+        run = _Run(options, worker, resume, by_model)
         try:
             # Ray and vLLM have installed their own handlers by now; with theirs, SIGTERM would end
             # the process without a save.
@@ -207,8 +213,14 @@ class _Run:
     """One training: its worker, position and log."""
 
     def __init__(
-        self, options: TrainOptions, worker: TrainingWorker | TrainingWorkers, resume: ResumeFolder
+        self,
+        options: TrainOptions,
+        worker: TrainingWorker | TrainingWorkers,
+        resume: ResumeFolder,
+        by_model: bool,
     ) -> None:
+        """`by_model`: whether the model wrote all samples."""
+        self._by_model = by_model
         self._options = options
         self._worker = worker
         self._resume = resume
@@ -266,7 +278,10 @@ class _Run:
             progress.say(report.problem)
         spent_s = time.monotonic() - began
         judged = self._worker.judge()
-        line = _log_line(self.position.tokens + tokens, report, judged, tokens / spent_s)
+        line = {
+            **_log_line(self.position.tokens + tokens, report, judged, tokens / spent_s),
+            WRITTEN_BY_MODEL: self._by_model,
+        }
         self._lines.append(line)
         # `max` takes the earliest of equal lines, so heads that are no better are not written.
         if line is self.best:
@@ -367,6 +382,7 @@ def _metadata(options: TrainOptions, line: Line) -> dict[str, Any]:
         "options": options.settings(),
         "replay_mean_acceptance_length": replayed,
         "trained_tokens": line["tokens"],
+        WRITTEN_BY_MODEL: line[WRITTEN_BY_MODEL],
     }
 
 
@@ -494,7 +510,10 @@ def _write_samples(path: Path, samples: Sequence[Sample]) -> None:
     write_atomic(
         path,
         json.dumps(
-            [(sample.ids, sample.spans, sample.prompt, sample.logprobs) for sample in samples]
+            [
+                (sample.ids, sample.spans, sample.prompt, sample.logprobs, sample.by_model)
+                for sample in samples
+            ]
         ),
     )
 
@@ -503,8 +522,15 @@ def _read_samples(path: Path) -> list[Sample]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
         return [
-            Sample(tuple(ids), tuple((a, b) for a, b in spans), prompt, tuple(p) if p else None)
-            for ids, spans, prompt, p in rows
+            Sample(
+                tuple(ids),
+                tuple((a, b) for a, b in spans),
+                prompt,
+                tuple(p) if p else None,
+                # Version 0.3 did not write it, and had log-probs of nearly all that models wrote.
+                by_model[0] if by_model else bool(p),
+            )
+            for ids, spans, prompt, p, *by_model in rows
         ]
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(

@@ -19,10 +19,16 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
 from heads.checkpoint import load_heads
 from heads.errors import CheckpointError, ConfigError, DataError, RunError
+from heads.modules import MedusaHeads
+from medusa_ppo.cli.app import app
 from medusa_ppo.companion.trainer import COUNTERS, HeadsTrainer
+from medusa_ppo.offline.collect import Sample
+from medusa_ppo.offline.hub import model_card
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.scene import find_source, plan_training, read_scene
 from medusa_ppo.offline.schedule import TrainingPlan
@@ -366,6 +372,64 @@ def test_a_training_with_large_steps_of_an_older_version_is_refused(
     settings.write_text(json.dumps(saved))
     with pytest.raises(ConfigError, match=r"parts_of_whole_steps True \(was None\)"):
         train(large)
+
+
+def test_text_that_the_model_did_not_write_gives_no_draft_temperatures(
+    options: TrainOptions, chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replay of a text counts a draft as accepted where the text has it, while the model would
+    seldom write it: temperatures fitted to that are worse than none. The figure says so as well,
+    wherever it is shown.
+    """
+
+    def fit(heads: MedusaHeads, *_: Any, **__: Any) -> None:
+        heads.temperatures_K.fill_(0.5)
+
+    monkeypatch.setattr("medusa_ppo.offline.data_parallel.fit_temperatures", fit)
+    few = replace(options, epochs=1)
+    best = train(few)
+    ids = AutoTokenizer.from_pretrained(chain_actor)("17 + 25 = 42; and so on").input_ids
+    rollouts = tmp_path / "rollouts.jsonl"
+    # Without log-probs, which are the actor's own then.
+    rows = [{"prompt_ids": [1, i], "response_ids": ids} for i in range(2, 32)]
+    rollouts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = replace(few, data=str(rollouts), column="", out=tmp_path / "own")
+    train(own)
+    for trained, by_model, temperature in ((few, False, 1.0), (own, True, 0.5)):
+        assert {line["written_by_model"] for line in log(trained)} == {by_model}
+        heads, saved = load_heads(trained.out)
+        assert heads.temperatures_K.tolist() == [temperature] * 2
+        assert saved.metadata["written_by_model"] is by_model
+        card = model_card(trained.out, "me/heads")
+        assert ("which the model did not write" in card) is not by_model
+        assert ("by replay on responses" in card) is by_model
+        assert "written_by_model" not in card
+
+    actor = ["--model", few.model, "--data", few.data, "--column", "question", "--out", "x"]
+    monkeypatch.setattr("medusa_ppo.offline.train.train_heads", lambda *_: best)
+    shown = CliRunner().invoke(app, ["train", *actor])
+    assert shown.exit_code == 0, shown.output
+    last = " ".join(shown.output.split("The heads in ")[1].split())
+    assert "that the model did not write" in last and "medusa-ppo eval" in last
+
+
+def test_who_wrote_the_samples_is_kept_for_a_resumed_training(
+    options: TrainOptions, tmp_path: Path
+) -> None:
+    options.out.mkdir()
+    samples = [
+        Sample((1, 2, 3), ((1, 3),), 0, by_model=False),
+        Sample((1, 2, 3), ((1, 3),), 1),
+        Sample((1, 2, 3), ((1, 3),), 2, (-1.0, -2.0)),
+    ]
+    resume = ResumeFolder(options.out, options)
+    resume.begin()
+    resume.save_samples(samples)
+    assert ResumeFolder(options.out, options).samples() == samples
+    file = options.out / "resume" / "samples.json"
+    file.write_text(json.dumps([row[:4] for row in json.loads(file.read_text())]))
+    older = ResumeFolder(options.out, options).samples()
+    assert older is not None and [sample.by_model for sample in older] == [False, False, True]
 
 
 def test_bfloat16_learns_like_float32(options: TrainOptions, tmp_path: Path) -> None:
