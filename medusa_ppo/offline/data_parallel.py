@@ -14,6 +14,7 @@ first one judges and saves them.
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from typing import Any
 import ray
 import torch
 from ray.exceptions import RayError
+from transformers import AutoConfig
 
 from heads.acceptance import ReplayResult
 from heads.errors import ConfigError, RunError
@@ -34,7 +36,13 @@ from medusa_ppo.offline.collect import Sample
 from medusa_ppo.offline.draft_tokens import draft_ids
 from medusa_ppo.offline.hidden import HiddenReader, HiddenStates, read_all
 from medusa_ppo.offline.options import TrainOptions
-from medusa_ppo.offline.scene import compute_dtype, on_device, training_device
+from medusa_ppo.offline.scene import (
+    ADAM_STATES,
+    FLOAT_BYTES,
+    compute_dtype,
+    on_device,
+    training_device,
+)
 from medusa_ppo.offline.schedule import TrainingPlan, cosine_schedule, in_equal_steps
 from medusa_ppo.runtime.hardware import usable_cores
 from medusa_ppo.runtime.processes import local_ray
@@ -215,6 +223,17 @@ def gpus_for_workers(workers: int) -> int:
     return gpus
 
 
+def shared_bytes(options: TrainOptions) -> int:
+    """Bytes that workers hand over through Ray's store at the same time, which would spill them to
+    a file if it were smaller: the trainer's state, the best heads and the actor's lm_head.
+    """
+    model = AutoConfig.from_pretrained(options.model).get_text_config()
+    config = options.sizes(model.hidden_size, model.vocab_size)
+    heads = sum(math.prod(shape) for shape in config.tensor_shapes().values())
+    state = (1 + ADAM_STATES) * heads
+    return FLOAT_BYTES * (state + heads + model.vocab_size * model.hidden_size)
+
+
 @contextmanager
 def running_workers(
     options: TrainOptions, training: list[Sample], held_out: list[Sample]
@@ -223,7 +242,7 @@ def running_workers(
     if options.workers == 1:
         yield TrainingWorker(options, training, held_out)
         return
-    with local_ray(cpus=options.workers):
+    with local_ray(cpus=options.workers, queue_bytes=shared_bytes(options)):
         workers = TrainingWorkers(options, training, held_out)
         try:
             yield workers

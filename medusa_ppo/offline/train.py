@@ -80,8 +80,11 @@ HOLDOUT_TOKENS = 16_384
 """Maximum tokens that heads are judged on: enough for two digits of acceptance, and no more work
 than training itself.
 """
-# An interruption that can't be caught loses at most this many seconds and the part in training.
+# An interruption that can't be caught loses at most what was trained since the last save, and the
+# part in training. The state of a large model's heads takes long to write, so the time between two
+# saves is also at least this many times what the last one took.
 SAVE_EVERY_S = 30.0
+TIMES_A_SAVE = 20
 # Compared like a setting, so that a folder in another release's format is refused.
 RESUME_FORMAT = 2
 POSITION = "position"
@@ -227,6 +230,7 @@ class _Run:
         self._plan = worker.plan
         self._log = options.out / LOG_FILE
         self._saved_at = time.monotonic()
+        self._save_took_s = 0.0
         self.position = TrainPosition()
         self._lines: list[Line] = []
         saved = resume.trainer()
@@ -266,8 +270,10 @@ class _Run:
         save stays.
         """
         if self._worker.parts == self.position.parts > 0:
+            began = time.monotonic()
             self._resume.save_trainer(self._worker.state_dict(), self.position)
             self._saved_at = time.monotonic()
+            self._save_took_s = self._saved_at - began
 
     def _one_part(self, log: TextIO, advance: Advance, progress: OfflineProgress) -> None:
         began = time.monotonic()
@@ -299,7 +305,8 @@ class _Run:
         log.flush()
         self.position = TrainPosition(self.position.parts + 1, line["tokens"], line["wall_s"])
         advance(1, _note(line))
-        if time.monotonic() - self._saved_at > SAVE_EVERY_S:
+        apart_s = max(SAVE_EVERY_S, TIMES_A_SAVE * self._save_took_s)
+        if time.monotonic() - self._saved_at > apart_s:
             self.save()
             # So that --max-minutes counts the save as well.
             self.position = self.position._replace(wall_s=before_s + time.monotonic() - began)

@@ -26,8 +26,9 @@ from heads.checkpoint import load_heads
 from heads.errors import CheckpointError, ConfigError, DataError, RunError
 from heads.modules import MedusaHeads
 from medusa_ppo.cli.app import app
-from medusa_ppo.companion.trainer import COUNTERS, HeadsTrainer
+from medusa_ppo.companion.trainer import COUNTERS, HeadsTrainer, TrainReport
 from medusa_ppo.offline.collect import Sample
+from medusa_ppo.offline.data_parallel import TrainingWorker
 from medusa_ppo.offline.hub import model_card
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.scene import find_source, plan_training, read_scene
@@ -78,6 +79,11 @@ def interrupt_after(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeadsTrainer, "_step", step)
 
 
+def save_after_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_ppo.offline.train.SAVE_EVERY_S", -1.0)
+    monkeypatch.setattr("medusa_ppo.offline.train.TIMES_A_SAVE", 0)
+
+
 def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -120,7 +126,7 @@ def test_a_killed_training_goes_on_from_its_last_save(
         if position.parts == 5:
             shutil.copytree(options.out / "resume", snapshot)
 
-    monkeypatch.setattr("medusa_ppo.offline.train.SAVE_EVERY_S", -1.0)
+    save_after_each_part(monkeypatch)
     monkeypatch.setattr(ResumeFolder, "save_trainer", save)
     train(options)
     expected = log(options)
@@ -202,10 +208,37 @@ def test_the_time_counts_what_is_written(
     monkeypatch.setattr(f"{module}.time", stopped_clock)
     monkeypatch.setattr(f"{module}._keep_best", slow(_keep_best, 10.0))
     monkeypatch.setattr(ResumeFolder, "save_trainer", slow(ResumeFolder.save_trainer, 100.0))
-    monkeypatch.setattr(f"{module}.SAVE_EVERY_S", -1.0)
+    save_after_each_part(monkeypatch)
     train(replace(options, max_minutes=1.5))
     lines = (options.out / "train.jsonl").read_text().splitlines()
     assert [round(json.loads(line)["wall_s"]) for line in lines] == [10], "and then the time is up"
+
+
+def test_saves_of_a_large_state_take_a_small_share_of_the_time(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that only parts (5 s each) and saves (10 s each) move."""
+    clock = SimpleNamespace(now=0.0)
+    saved_at: list[float] = []
+
+    def save(*_: object) -> None:
+        clock.now += 10.0
+        saved_at.append(clock.now)
+
+    def train_part(worker: TrainingWorker, *_: object) -> tuple[TrainReport, int]:
+        clock.now += 5.0
+        worker._trainer.batches_trained += 1
+        return TrainReport(), 1
+
+    monkeypatch.setattr(
+        "medusa_ppo.offline.train.time", SimpleNamespace(monotonic=lambda: clock.now)
+    )
+    monkeypatch.setattr(TrainingWorker, "train", train_part)
+    monkeypatch.setattr(ResumeFolder, "save_trainer", save)
+    train(replace(options, epochs=100))
+    apart = [later - earlier for earlier, later in itertools.pairwise(saved_at)]
+    assert len(apart) > 5 and saved_at[0] < 60
+    assert all(10.0 / seconds <= 0.06 for seconds in apart)
 
 
 def test_half_written_heads_of_a_killed_training_are_removed(
@@ -313,7 +346,7 @@ def test_a_step_larger_than_a_part_makes_the_part_larger(
     """A part that held less than a step cut it short, and the step size fell to its end long
     before the last step.
     """
-    monkeypatch.setattr("medusa_ppo.offline.train.SAVE_EVERY_S", -1.0)
+    save_after_each_part(monkeypatch)
     taken: list[int] = []
     planned: list[TrainingPlan] = []
     real_save, real_plan = ResumeFolder.save_trainer, TrainingPlan.of
