@@ -43,7 +43,10 @@ Model = Annotated[str, Option(help="Folder or hub name of a transformers causal 
 Data = Annotated[
     str,
     Option(
-        help="JSONL, Parquet, CSV or text file, a folder of them (RUN/rollouts), or a hub name."
+        help=(
+            "JSONL, Parquet, CSV or text file, a folder of them (RUN/rollouts), or a hub name:"
+            " owner/name, or owner/name@split for another split than train."
+        )
     ),
 ]
 Seed = Annotated[int, Option(help="Seed for everything random.")]
