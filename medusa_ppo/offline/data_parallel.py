@@ -63,7 +63,8 @@ class TrainingWorker:
         groups: number of groups, including the other workers'.
         plan: parts and optimizer steps of the whole training.
         tokens: written tokens of all sequences.
-        lm_head_VD: the actor's lm_head, float32 on the CPU, for the checkpoint.
+        lm_head_VD: the actor's lm_head, float32 on the CPU, for the checkpoint; None for kinds that
+            stock vLLM, its only reader, can't serve.
     """
 
     def __init__(
@@ -95,8 +96,8 @@ class TrainingWorker:
         self.groups = len(self._states.groups)
         self.tokens = self._states.tokens
         self.plan = TrainingPlan.of(options, self._states.positions, self.tokens)
-        self.lm_head_VD = lm_head_weight(model).detach().float().cpu()
         lm_head_VD = lm_head_weight(model).detach()
+        self.lm_head_VD = lm_head_VD.float().cpu() if options.kind == "medusa" else None
         embedding_VD = embedding_weight(model).detach()
         # New heads draw from torch's own generator: all workers must begin with the same ones.
         torch.manual_seed(options.seed)

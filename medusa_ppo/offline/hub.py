@@ -283,7 +283,8 @@ def push_heads(
         save_heads(
             folder,
             module,
-            lm_head_VD=load_lm_head(heads),
+            # Only stock vLLM reads it, and serves no other kind.
+            lm_head_VD=load_lm_head(heads) if module.config.kind == "medusa" else None,
             metadata=shared,
             version=metadata.version,
         )

@@ -329,7 +329,7 @@ class _Run:
 
 
 def _keep_best(
-    out: Path, heads: MedusaHeads, lm_head_VD: torch.Tensor, metadata: dict[str, Any]
+    out: Path, heads: MedusaHeads, lm_head_VD: torch.Tensor | None, metadata: dict[str, Any]
 ) -> None:
     """Put the checkpoint into OUT file by file: `save_heads` replaces whole folders, and OUT also
     contains the log.

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -463,6 +463,15 @@ def test_who_wrote_the_samples_is_kept_for_a_resumed_training(
     file.write_text(json.dumps([row[:4] for row in json.loads(file.read_text())]))
     older = ResumeFolder(options.out, options).samples()
     assert older is not None and [sample.by_model for sample in older] == [False, False, True]
+
+
+@pytest.mark.parametrize(("kind", "stored"), [("hydra", False), ("medusa", True)])
+def test_the_actors_lm_head_is_stored_only_for_stock_vllm(
+    options: TrainOptions, kind: Literal["hydra", "medusa"], stored: bool
+) -> None:
+    """At a large vocabulary it is half of the folder, and nothing else reads it."""
+    train(replace(options, kind=kind, epochs=1))
+    assert load_heads(options.out)[1].has_lm_head is stored
 
 
 def test_bfloat16_learns_like_float32(options: TrainOptions, tmp_path: Path) -> None:
