@@ -33,9 +33,9 @@ from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.offline.collect import Sample, response_rounds, samples_of, split_samples
-from medusa_ppo.offline.data_parallel import cosine_schedule
 from medusa_ppo.offline.hidden import HiddenReader, read_all
-from medusa_ppo.offline.scene import engine_config, read_scene, running_engine
+from medusa_ppo.offline.scene import engine_config, on_device, read_scene, running_engine
+from medusa_ppo.offline.schedule import cosine_schedule
 from medusa_ppo.runtime.console import OfflineProgress
 
 ORIGINAL, SHARED, OURS = "original", "original, shared lm_head", "ours"
@@ -100,6 +100,9 @@ def race(
             def run(number: int) -> float:
                 began = time.perf_counter()
                 works[name]()
+                if actor.device.type == "cuda":
+                    # The last products may still be on their way.
+                    torch.cuda.synchronize(actor.device)
                 rate = EPOCHS * written / (time.perf_counter() - began)
                 advance(1, f"{name}: {rate:.0f} tokens/s")
                 return rate
@@ -134,7 +137,12 @@ def train_ours(
         loss="ce", learning_rate=LEARNING_RATE, batch_positions=batch_positions, epochs=EPOCHS
     )
     HeadsTrainer(
-        heads, lm_head_VD, config, seed, embedding_VD=embedding_weight(actor).detach()
+        heads,
+        lm_head_VD,
+        config,
+        seed,
+        embedding_VD=embedding_weight(actor).detach(),
+        device=actor.device,
     ).train_batch(batch)
     return heads
 
@@ -153,7 +161,7 @@ def train_originally(
     lm_head_VD = lm_head_weight(actor).detach()
     heads = MedusaHeads(
         HeadsConfig(lm_head_VD.shape[1], lm_head_VD.shape[0], num_heads, lm_head=lm_head)
-    )
+    ).to(actor.device)
     if lm_head == "own":
         # As in that recipe, each head's own layer begins as a copy of the model's lm_head.
         heads.init_own_lm_heads(lm_head_VD)
@@ -188,9 +196,12 @@ def original_loss(
         attention_BT[b, : len(sample.ids)] = 1
         for first, end in sample.spans:
             labels_BT[b, first:end] = ids_BT[b, first:end]
+    labels_BT = labels_BT.to(actor.device)
     with torch.no_grad():
         hidden_BTD = actor.base_model(
-            input_ids=ids_BT, attention_mask=attention_BT, use_cache=False
+            input_ids=ids_BT.to(actor.device),
+            attention_mask=attention_BT.to(actor.device),
+            use_cache=False,
         ).last_hidden_state
     logits_BTKV = heads(hidden_BTD, None if heads.config.lm_head == "own" else lm_head_VD)
     loss = hidden_BTD.new_zeros(())
@@ -247,7 +258,7 @@ def collect(bench: HeadsBench, progress: OfflineProgress) -> Collected:
     # Cut after the holdout is taken out, so that every combination trains on as many tokens as
     # requested.
     training = first_tokens(training, bench.train_tokens)
-    actor = load_actor(bench.model)
+    actor = on_device(load_actor(bench.model))
     with progress.phase("Hidden states", len(training) + len(held)) as advance:
         reader = HiddenReader(actor, 1.0)
         train, holdout = (read_all(reader, part, advance) for part in (training, held))
@@ -304,6 +315,7 @@ def _train_and_judge(bench: HeadsBench, kind: str, loss: str, found: Collected) 
         config,
         bench.seed,
         embedding_VD=embedding_VD,
+        device=found.actor.device,
         schedule=cosine_schedule(steps),
     )
     started = time.monotonic()

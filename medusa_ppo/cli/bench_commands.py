@@ -89,8 +89,8 @@ def swap(options: SwapBench, out: Out = Path("bench/swap.json")) -> None:
 @command
 @options_from(CompanionBench)
 def companion(options: CompanionBench, out: Out = Path("bench/companion.json")) -> None:
-    """Measure what the companion costs PPO: the same scoring and update, in turn with and without
-    it, each process on its own core.
+    """Measure what the companion costs PPO on a CPU, even if there is a GPU: the same scoring and
+    update, in turn with and without it, each process on its own core.
 
     Example:  [bold]medusa-ppo bench companion --model models/actor
     --data data/train.jsonl --template 'Question: {question}\\nAnswer:'[/bold]

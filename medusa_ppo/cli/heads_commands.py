@@ -11,7 +11,7 @@ import typer
 
 from medusa_ppo.cli.command_options import check_folder, check_outputs, options_from
 from medusa_ppo.cli.input_checks import check_data, check_heads, check_model
-from medusa_ppo.offline.options import EvalOptions, TrainOptions
+from medusa_ppo.offline.options import WRITTEN_BY_MODEL, EvalOptions, TrainOptions
 from medusa_ppo.runtime import wording as w
 from medusa_ppo.runtime.console import command, offline_progress, say
 from medusa_ppo.runtime.files import write_atomic
@@ -57,10 +57,15 @@ def train(
         "Next: medusa-ppo eval --engine vllm, with the same --model and --template, and --data that"
         " the heads were not trained on."
     )
-    say(
-        f"The heads in {options.out} give {length:.3f} tokens per engine step on held-out"
-        " responses, by replay."
-    )
+    figure = f"The heads in {options.out} give {length:.3f} tokens per engine step on held-out"
+    if result.get(WRITTEN_BY_MODEL, True):
+        say(f"{figure} responses, by replay.")
+    else:
+        say(
+            f"{figure} text that the model did not write, by replay; what it writes itself is"
+            " accepted at another rate. `medusa-ppo eval` measures that, and with --respond heads"
+            " are trained on the model's own answers."
+        )
 
 
 @command

@@ -75,12 +75,13 @@ def predict(
         check_heads(options.heads, raw, hub=True)
     if options.data and options.template:
         check_data(options.data)
-    accepted, trained = _accepted(options, run)
+    heads = _local_heads(options, run)
+    accepted, trained = _accepted(options, run, heads)
     question = question_of(options, raw, accepted, run, trained)
     prediction = predict_on_gpu(question, gpu) if gpu else _on_this_cpu(question, options)
     for line in answer_lines(prediction):
         say(line)
-    checks = check_lines(prediction, options.heads or "HEADS", gpu, options.dtype, options.threads)
+    checks = check_lines(prediction, heads or "HEADS", gpu, options.dtype, options.threads)
     say("\nTo check this on such a machine:")
     for line in checks:
         say(f"  {line}")
@@ -98,21 +99,31 @@ def predict(
         write_atomic(picture, draw_curves(title, sizes, curves, "running sequences"))
 
 
+def _local_heads(options: PredictOptions, run: RunConfig | None) -> str:
+    """The folder of the heads, pulled from the hub if they are there: a replay and the commands to
+    check only read folders. Empty if there are no heads.
+    """
+    name = options.heads or (run.heads.path if run else "") or ""
+    if not name:
+        return ""
+    from medusa_ppo.offline.hub import local_heads
+
+    return str(local_heads(name))
+
+
 def _accepted(
-    options: PredictOptions, run: RunConfig | None
+    options: PredictOptions, run: RunConfig | None, folder: str
 ) -> tuple[Accepted, HeadsConfig | None]:
     """The acceptance, given or measured by replay, and the sizes of the heads if there are any. A
     replay samples and drafts as the run does.
     """
     from medusa_ppo.predict.asking import Accepted
 
-    folder = options.heads or (run.heads.path if run else "") or ""
     trained = None
     if folder:
-        from medusa_ppo.offline.hub import local_heads
         from medusa_ppo.predict.trained_heads import read_trained
 
-        trained = read_trained(Path(local_heads(folder)))
+        trained = read_trained(Path(folder))
     if options.acceptance:
         return Accepted(options.acceptance), trained
     if not (folder and options.data):

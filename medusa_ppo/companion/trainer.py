@@ -238,6 +238,7 @@ class HeadsTrainer:
         replay: Sequence[tuple[RolloutBatch, float]] = (),
         *,
         epochs: float | None = None,
+        steps: int | None = None,
     ) -> TrainReport:
         """Train on a batch, and on shares of older ones.
 
@@ -247,6 +248,8 @@ class HeadsTrainer:
                 epoch.
             epochs: passes over the positions; if this is not a whole number, the last pass covers a
                 random part of them; None: as configured.
+            steps: about equal optimizer steps of a pass, at most as many as there are positions;
+                None: steps of the configured size, and one with what is left.
 
         Returns:
             A report. If a step's losses or gradients are not finite, it and all later steps are
@@ -256,14 +259,14 @@ class HeadsTrainer:
             DataError: the batch does not fit the heads.
         """
         self.check(batch)
-        steps = self.optimizer_steps
+        before = self.optimizer_steps
         try:
             losses, tokens, rows = self._train(
-                batch, replay, self._config.epochs if epochs is None else epochs
+                batch, replay, self._config.epochs if epochs is None else epochs, steps
             )
         except FloatingPointError as error:
             self.batches_skipped += 1
-            return TrainReport(optimizer_steps=self.optimizer_steps - steps, problem=str(error))
+            return TrainReport(optimizer_steps=self.optimizer_steps - before, problem=str(error))
         self.batches_trained += 1
         self.trained_tokens += tokens
         if not losses:
@@ -288,7 +291,11 @@ class HeadsTrainer:
     # ---- one batch
 
     def _train(
-        self, batch: RolloutBatch, replay: Sequence[tuple[RolloutBatch, float]], epochs: float
+        self,
+        batch: RolloutBatch,
+        replay: Sequence[tuple[RolloutBatch, float]],
+        epochs: float,
+        wanted_steps: int | None,
     ) -> tuple[list[torch.Tensor], int, int]:
         self._products = {}  # Data derived from earlier batches' tables is no longer needed.
         sources = [(self._look_up(part), share) for part, share in [(batch, 1.0), *replay]]
@@ -299,6 +306,8 @@ class HeadsTrainer:
             picks = self._shuffle([(source, part * share) for source, share in sources])
             worked += picks.shape[0]
             rows = self._config.batch_positions
+            if wanted_steps is not None:
+                rows = max(1, -(-picks.shape[0] // wanted_steps))
             steps = -(-picks.shape[0] // rows)
             # Each worker of a team takes as many steps as the one with most, since a gradient sum
             # waits for all.

@@ -48,12 +48,14 @@ class Sample:
         prompt: samples with the same number are much alike (answers to one prompt or question,
             windows of one text, the same text twice), so the holdout takes all of them or none.
         logprobs: behaviour log-probs of the written tokens; None: use the actor's own.
+        by_model: whether the model itself wrote them, as replay assumes; not so in texts and chats.
     """
 
     ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
     prompt: int
     logprobs: tuple[float, ...] | None = None
+    by_model: bool = True
 
     @property
     def written(self) -> int:
@@ -186,7 +188,7 @@ def _windows(
     ids = tuple(tokenizer(text, truncation=False, verbose=False).input_ids)
     # The first token of a window is the last one of the previous window.
     windows = [ids[start : start + max_length] for start in range(0, len(ids) - 1, max_length - 1)]
-    return [Sample(window, ((1, len(window)),), number) for window in windows]
+    return [Sample(window, ((1, len(window)),), number, by_model=False) for window in windows]
 
 
 def take_samples(
@@ -494,7 +496,7 @@ def _chat_sample(
     cut = 0 if spans[0][0] < max_length else max(0, spans[-1][1] - max_length)
     within_cut = [(max(1, a - cut), min(max_length, b - cut)) for a, b in spans]
     kept = tuple((first, end) for first, end in within_cut if first < end)
-    return Sample(ids[cut : cut + max_length], kept, number)
+    return Sample(ids[cut : cut + max_length], kept, number, by_model=False)
 
 
 # ---- rollouts of a run

@@ -16,13 +16,14 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import ray
 import torch
 from ray.exceptions import RayError
+from transformers import AutoConfig
 
 from heads.acceptance import ReplayResult
 from heads.errors import ConfigError, RunError
@@ -35,7 +36,14 @@ from medusa_ppo.offline.collect import Sample
 from medusa_ppo.offline.draft_tokens import draft_ids
 from medusa_ppo.offline.hidden import HiddenReader, HiddenStates, read_all
 from medusa_ppo.offline.options import TrainOptions
-from medusa_ppo.offline.scene import compute_dtype, on_device, training_device
+from medusa_ppo.offline.scene import (
+    ADAM_STATES,
+    FLOAT_BYTES,
+    compute_dtype,
+    on_device,
+    training_device,
+)
+from medusa_ppo.offline.schedule import TrainingPlan, cosine_schedule, in_equal_steps
 from medusa_ppo.runtime.hardware import usable_cores
 from medusa_ppo.runtime.processes import local_ray
 from medusa_ppo.runtime.rendezvous import Meeting, Place
@@ -43,26 +51,8 @@ from medusa_ppo.runtime.rendezvous import Meeting, Place
 State = dict[str, torch.Tensor]
 SHARED = ("loss", "learning_rate")
 """Options that set the companion's trainer; its other settings keep their defaults."""
-# Length of the warm-up in optimizer steps, and the share of the step size left at the end.
-WARM_UP_STEPS = 20
-LAST_FACTOR = 0.01
 START_S = 600.0
 """How long the workers may take to start, which they can't while others hold Ray's GPUs."""
-
-
-def cosine_schedule(steps: int) -> Callable[[int], float]:
-    """The step size's factor at each optimizer step: a linear warm-up, then a cosine that falls to
-    LAST_FACTOR at `steps`.
-    """
-
-    def factor(step: int) -> float:
-        warm = min(1.0, (step + 1) / WARM_UP_STEPS)
-        # After `steps` the cosine would rise again. Training may take a few steps more than that,
-        # because each batch rounds up its number of steps.
-        cosine = 0.5 * (1.0 + math.cos(math.pi * min(step, steps) / max(1, steps)))
-        return warm * max(LAST_FACTOR, cosine)
-
-    return factor
 
 
 class TrainingWorker:
@@ -71,8 +61,10 @@ class TrainingWorker:
 
     Attributes:
         groups: number of groups, including the other workers'.
+        plan: parts and optimizer steps of the whole training.
         tokens: written tokens of all sequences.
-        lm_head_VD: the actor's lm_head, float32 on the CPU, for the checkpoint.
+        lm_head_VD: the actor's lm_head, float32 on the CPU, for the checkpoint; None for kinds that
+            stock vLLM, its only reader, can't serve.
     """
 
     def __init__(
@@ -99,11 +91,13 @@ class TrainingWorker:
         reader = HiddenReader(model, options.temperature, DTYPES[options.dtype])
         # Only the first worker judges; the others save the memory.
         self._holdout = read_all(reader, held_out, lambda *_: None) if rank == 0 else None
+        self._by_model = all(sample.by_model for sample in held_out)
         self._states = HiddenStates(reader, training, options.cache_bytes, options.seed)
         self.groups = len(self._states.groups)
         self.tokens = self._states.tokens
-        self.lm_head_VD = lm_head_weight(model).detach().float().cpu()
+        self.plan = TrainingPlan.of(options, self._states.positions, self.tokens)
         lm_head_VD = lm_head_weight(model).detach()
+        self.lm_head_VD = lm_head_VD.float().cpu() if options.kind == "medusa" else None
         embedding_VD = embedding_weight(model).detach()
         # New heads draw from torch's own generator: all workers must begin with the same ones.
         torch.manual_seed(options.seed)
@@ -112,14 +106,12 @@ class TrainingWorker:
         self._trainer = HeadsTrainer(
             MedusaHeads(sizes),
             lm_head_VD,
-            CompanionConfig(
-                **shared, batch_positions=options.batch_positions * options.accumulate, epochs=1
-            ),
+            CompanionConfig(**shared, batch_positions=options.worker_positions, epochs=1),
             options.seed,
             micro_positions=options.batch_positions,
             embedding_VD=embedding_VD,
             device=training_device(),
-            schedule=cosine_schedule(options.epochs * -(-self.tokens // options.step_positions)),
+            schedule=cosine_schedule(self.plan.steps),
             dtype=compute_dtype(options.dtype),
         )
         # The same in every worker, since all have all sequences.
@@ -155,7 +147,9 @@ class TrainingWorker:
         batch = self._states.batch(dealt[self._rank])
         before = self._trainer.state_dict()
         try:
-            report = self._trainer.train_batch(batch)
+            report = self._trainer.train_batch(
+                batch, steps=self.plan.steps_of(dealt) if in_equal_steps(self._options) else None
+            )
         except BaseException:
             # A signal may have stopped it between two steps. Training will resume at the beginning
             # of the part, so the state must be that of its beginning.
@@ -175,18 +169,23 @@ class TrainingWorker:
         )
 
     def heads(self) -> MedusaHeads:
-        """A copy of the heads on the CPU, with draft temperatures fitted to the holdout."""
+        """A copy of the heads on the CPU, with draft temperatures fitted to the holdout if the
+        model wrote it.
+        """
         assert self._holdout is not None, "only the first worker judges"
         # A copy, because training continues with the current temperatures.
         heads = copy.deepcopy(self._trainer.heads)
         trainer = self._trainer
-        fit_temperatures(
-            heads,
-            self._holdout,
-            trainer.lm_head_VD,
-            embedding_VD=trainer.embedding_VD,
-            served=self._served,
-        )
+        # Replay weighs drafts by how often the model would write them. Where others wrote the text
+        # it prefers temperatures that are worse than none for the model's own.
+        if self._by_model:
+            fit_temperatures(
+                heads,
+                self._holdout,
+                trainer.lm_head_VD,
+                embedding_VD=trainer.embedding_VD,
+                served=self._served,
+            )
         return heads.cpu()
 
     def state_dict(self) -> State:
@@ -194,23 +193,6 @@ class TrainingWorker:
 
     def load_state_dict(self, state: State) -> None:
         self._trainer.load_state_dict(state)
-
-
-def deal_parts(
-    groups: int, parts: int, workers: int, seed: int, epoch: int
-) -> list[list[list[int]]]:
-    """The groups of each part of an epoch, by worker. They depend on seed and epoch alone.
-
-    A worker always has the same groups, so that its cache holds what it needs; each epoch goes
-    through them in a new order.
-    """
-    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-    shares = []
-    for rank in range(workers):
-        own = torch.arange(rank, groups, workers)
-        shuffled = own[torch.randperm(own.numel(), generator=generator)]
-        shares.append([part.tolist() for part in shuffled.tensor_split(parts)])
-    return [[share[part] for share in shares] for part in range(parts)]
 
 
 def gpus_for_workers(workers: int) -> int:
@@ -242,6 +224,17 @@ def gpus_for_workers(workers: int) -> int:
     return gpus
 
 
+def shared_bytes(options: TrainOptions) -> int:
+    """Bytes that workers hand over through Ray's store at the same time, which would spill them to
+    a file if it were smaller: the trainer's state, the best heads and the actor's lm_head.
+    """
+    model = AutoConfig.from_pretrained(options.model).get_text_config()
+    config = options.sizes(model.hidden_size, model.vocab_size)
+    heads = sum(math.prod(shape) for shape in config.tensor_shapes().values())
+    state = (1 + ADAM_STATES) * heads
+    return FLOAT_BYTES * (state + heads + model.vocab_size * model.hidden_size)
+
+
 @contextmanager
 def running_workers(
     options: TrainOptions, training: list[Sample], held_out: list[Sample]
@@ -250,7 +243,7 @@ def running_workers(
     if options.workers == 1:
         yield TrainingWorker(options, training, held_out)
         return
-    with local_ray(cpus=options.workers):
+    with local_ray(cpus=options.workers, queue_bytes=shared_bytes(options)):
         workers = TrainingWorkers(options, training, held_out)
         try:
             yield workers
@@ -309,8 +302,8 @@ class TrainingWorkers:
                 for rank, host in enumerate(self._hosts)
             ]
         )
-        self.groups, self.tokens, self.lm_head_VD = (
-            self._first(name) for name in ("groups", "tokens", "lm_head_VD")
+        self.groups, self.plan, self.tokens, self.lm_head_VD = (
+            self._first(name) for name in ("groups", "plan", "tokens", "lm_head_VD")
         )
         # Checked only now, because the workers cut the groups, from the lengths of all sequences.
         if self.groups < size:

@@ -89,6 +89,16 @@ class HiddenStates:
         """Written tokens of all samples."""
         return sum(sample.written for sample in self._samples)
 
+    @property
+    def positions(self) -> list[int]:
+        """Positions to train on in each group: at the last token of a stretch no head has anything
+        to predict.
+        """
+        return [
+            sum(self._samples[i].written - len(self._samples[i].spans) for i in group)
+            for group in self.groups
+        ]
+
     def batch(self, numbers: Sequence[int]) -> RolloutBatch:
         """The batch with these groups, in this order."""
         return RolloutBatch.join([self._group(number) for number in numbers])

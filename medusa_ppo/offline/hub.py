@@ -20,7 +20,7 @@ from heads.checkpoint import HeadsMetadata, load_heads, load_lm_head, save_heads
 from heads.errors import ConfigError, DataError, HubError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.offline.foreign import HEADS_FILE, base_model_of
-from medusa_ppo.offline.options import HUB_PREFIX
+from medusa_ppo.offline.options import HUB_PREFIX, WRITTEN_BY_MODEL
 from medusa_ppo.reports.store import without_secrets
 
 logger = logging.getLogger(__name__)
@@ -130,6 +130,12 @@ def _replayed(notes: Mapping[str, Any]) -> str:
     if not isinstance(length, int | float):
         return ""
     after = f", after {tokens:,} training tokens" if isinstance(tokens, int) else ""
+    if notes.get(WRITTEN_BY_MODEL) is False:
+        return (
+            "By replay on text held out of training, which the model did not write, the mean"
+            f" acceptance length would be {length:.3f}{after}. What the model writes itself is"
+            " accepted at another rate: `medusa-ppo eval` measures it."
+        )
     return (
         f"Mean acceptance length {length:.3f} by replay on responses held out of training{after}."
     )
@@ -162,7 +168,8 @@ def _trained(notes: Mapping[str, Any]) -> dict[str, Any]:
     rest = {
         key: value
         for key, value in notes.items()
-        if key not in ("options", "replay_mean_acceptance_length", "trained_tokens")
+        if key
+        not in ("options", "replay_mean_acceptance_length", "trained_tokens", WRITTEN_BY_MODEL)
     }
     options = notes.get("options")
     rows = {**(options if isinstance(options, Mapping) else {}), **rest}
@@ -276,7 +283,8 @@ def push_heads(
         save_heads(
             folder,
             module,
-            lm_head_VD=load_lm_head(heads),
+            # Only stock vLLM reads it, and serves no other kind.
+            lm_head_VD=load_lm_head(heads) if module.config.kind == "medusa" else None,
             metadata=shared,
             version=metadata.version,
         )

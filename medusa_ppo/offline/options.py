@@ -20,6 +20,10 @@ from medusa_ppo.config.sampling_section import SamplingConfig
 
 HUB_PREFIX = "hf://"
 """Heads of the hub are named so: hf://OWNER/NAME."""
+WRITTEN_BY_MODEL = "written_by_model"
+"""In train.jsonl and the heads' metadata: whether the model itself wrote the text that heads were
+trained and judged on.
+"""
 NOT_IN_THE_HEADS = ("out", "max_minutes", "target_mal", "cache_bytes", "fresh")
 """Options that change when a training stops or how fast it is, but not the heads that it has after
 a given number of tokens.
@@ -39,7 +43,10 @@ Model = Annotated[str, Option(help="Folder or hub name of a transformers causal 
 Data = Annotated[
     str,
     Option(
-        help="JSONL, Parquet, CSV or text file, a folder of them (RUN/rollouts), or a hub name."
+        help=(
+            "JSONL, Parquet, CSV or text file, a folder of them (RUN/rollouts), or a hub name:"
+            " owner/name, or owner/name@split for another split than train."
+        )
     ),
 ]
 Seed = Annotated[int, Option(help="Seed for everything random.")]
@@ -187,7 +194,12 @@ class TrainOptions:
     @property
     def step_positions(self) -> int:
         """Positions of one optimizer step, of all workers together."""
-        return self.batch_positions * self.accumulate * self.workers
+        return self.worker_positions * self.workers
+
+    @property
+    def worker_positions(self) -> int:
+        """Positions of one optimizer step on one worker."""
+        return self.batch_positions * self.accumulate
 
     @property
     def draft_temperature(self) -> float:

@@ -34,7 +34,9 @@ from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.offline.collect import PROMPTS_PER_ROUND, chat_prompt, check_template, is_chat
 from medusa_ppo.offline.draft_tokens import draft_width
+from medusa_ppo.offline.hidden import GROUP_TOKENS, LEAST_GROUPS
 from medusa_ppo.offline.options import COMPANION, TrainOptions
+from medusa_ppo.offline.schedule import TrainingPlan
 from medusa_ppo.reports.run_files import PROMPT_IDS, RESPONSE_IDS
 from medusa_ppo.runtime.data import Row, load_rows, render_prompts, require_column, stream_rows
 from medusa_ppo.runtime.files import LOCK_FILE
@@ -438,7 +440,7 @@ def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
     hidden_bytes = options.max_train_tokens * model.hidden_size * width
     kept = min(hidden_bytes, options.cache_bytes)
     share = 1.0 if hidden_bytes <= options.cache_bytes else options.cache_bytes / hidden_bytes
-    steps = options.epochs * -(-options.max_train_tokens // options.step_positions)
+    steps = _planned_steps(options)
     rate = matrix_rate(compute, training_device())
     collect_s, train_s = _estimate(options, config, actor, share, rate)
     source = (
@@ -465,7 +467,7 @@ def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
             ),
         ),
         ("source", f"{source} ({scene.source.kind})"),
-        ("optimizer steps", f"{steps} of {options.step_positions} positions"),
+        ("optimizer steps", f"about {steps} of up to {options.step_positions} positions"),
         (
             "matrix rate here",
             f"{rate / 1e9:.0f} GFLOP/s in {compute} on {training_device()}, measured now",
@@ -478,6 +480,14 @@ def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
         ("training takes", f"at least {seconds(train_s)} (the matrix products alone)"),
         ("output", str(options.out)),
     ]
+
+
+def _planned_steps(options: TrainOptions) -> int:
+    """Optimizer steps on as many tokens as there are at most, in groups of equal size."""
+    tokens = options.max_train_tokens
+    count = max(LEAST_GROUPS, -(-tokens // GROUP_TOKENS))
+    sizes = [tokens * (i + 1) // count - tokens * i // count for i in range(count)]
+    return TrainingPlan.of(options, sizes, tokens).steps
 
 
 def _estimate(

@@ -52,11 +52,10 @@ from medusa_ppo.offline.collect import (
 from medusa_ppo.offline.data_parallel import (
     TrainingWorker,
     TrainingWorkers,
-    deal_parts,
     gpus_for_workers,
     running_workers,
 )
-from medusa_ppo.offline.options import TrainOptions
+from medusa_ppo.offline.options import WRITTEN_BY_MODEL, TrainOptions
 from medusa_ppo.offline.scene import (
     BEST_PREFIX,
     MAX_TEXT_TOKENS,
@@ -70,6 +69,7 @@ from medusa_ppo.offline.scene import (
     running_engine,
     train_scene,
 )
+from medusa_ppo.offline.schedule import in_equal_steps
 from medusa_ppo.runtime.console import Advance, OfflineProgress
 from medusa_ppo.runtime.files import only_one_in, write_atomic
 from medusa_ppo.runtime.processes import StopSignals
@@ -80,12 +80,11 @@ HOLDOUT_TOKENS = 16_384
 """Maximum tokens that heads are judged on: enough for two digits of acceptance, and no more work
 than training itself.
 """
-# The minimum, even with little text: at these steps heads are judged, and the best are kept.
-LOG_STEPS_PER_EPOCH = 4
-PART_TOKENS = 32_768
-"""Maximum tokens between two log steps, and in memory at once besides the cache."""
-# An interruption that can't be caught loses at most this many seconds and the part in training.
+# An interruption that can't be caught loses at most what was trained since the last save, and the
+# part in training. The state of a large model's heads takes long to write, so the time between two
+# saves is also at least this many times what the last one took.
 SAVE_EVERY_S = 30.0
+TIMES_A_SAVE = 20
 # Compared like a setting, so that a folder in another release's format is refused.
 RESUME_FORMAT = 2
 POSITION = "position"
@@ -137,6 +136,12 @@ def _train(options: TrainOptions, scene: Scene | None, progress: OfflineProgress
             f"This CPU multiplies {options.dtype} slowly: states are kept in it, products are"
             " float32"
         )
+    by_model = all(sample.by_model for sample in samples)
+    if not by_model:
+        progress.say(
+            "The model did not write this text, so replay on it is only a rough guide, and no draft"
+            " temperatures are fitted"
+        )
     training, held_out = split_samples(samples, HOLDOUT_FRACTION, HOLDOUT_TOKENS, options.seed)
     progress.say("Reading the hidden states of the holdout ...")
     with running_workers(options, training, held_out) as worker:
@@ -144,7 +149,7 @@ def _train(options: TrainOptions, scene: Scene | None, progress: OfflineProgress
             f"{len(training)} sequences to train on ({worker.tokens} tokens), {len(held_out)}"
             " held out"
         )
-        run = _Run(options, worker, resume)
+        run = _Run(options, worker, resume, by_model)
         try:
             # Ray and vLLM have installed their own handlers by now; with theirs, SIGTERM would end
             # the process without a save.
@@ -211,18 +216,21 @@ class _Run:
     """One training: its worker, position and log."""
 
     def __init__(
-        self, options: TrainOptions, worker: TrainingWorker | TrainingWorkers, resume: ResumeFolder
+        self,
+        options: TrainOptions,
+        worker: TrainingWorker | TrainingWorkers,
+        resume: ResumeFolder,
+        by_model: bool,
     ) -> None:
+        """`by_model`: whether the model wrote all samples."""
+        self._by_model = by_model
         self._options = options
         self._worker = worker
         self._resume = resume
-        wanted = max(
-            LOG_STEPS_PER_EPOCH, math.ceil(worker.tokens / (PART_TOKENS * options.workers))
-        )
-        # At most as many parts as a worker has groups: every part needs a group on every worker.
-        self._parts = min(worker.groups // options.workers, wanted)
+        self._plan = worker.plan
         self._log = options.out / LOG_FILE
         self._saved_at = time.monotonic()
+        self._save_took_s = 0.0
         self.position = TrainPosition()
         self._lines: list[Line] = []
         saved = resume.trainer()
@@ -242,7 +250,7 @@ class _Run:
 
     def train(self, progress: OfflineProgress) -> None:
         """Train on all remaining parts, or until the time is up or the target is reached."""
-        total = self._options.epochs * self._parts
+        total = self._options.epochs * self._plan.parts
         with (
             progress.phase("Training the heads", total - self.position.parts) as advance,
             self._log.open("a", encoding="utf-8") as log,
@@ -262,21 +270,24 @@ class _Run:
         save stays.
         """
         if self._worker.parts == self.position.parts > 0:
+            began = time.monotonic()
             self._resume.save_trainer(self._worker.state_dict(), self.position)
             self._saved_at = time.monotonic()
+            self._save_took_s = self._saved_at - began
 
     def _one_part(self, log: TextIO, advance: Advance, progress: OfflineProgress) -> None:
         began = time.monotonic()
-        epoch, part = divmod(self.position.parts, self._parts)
-        dealt = deal_parts(
-            self._worker.groups, self._parts, self._options.workers, self._options.seed, epoch
-        )[part]
+        epoch, part = divmod(self.position.parts, self._plan.parts)
+        dealt = self._plan.dealt(epoch)[part]
         report, tokens = self._worker.train(dealt, self.position.parts)
         if report.problem:
             progress.say(report.problem)
         spent_s = time.monotonic() - began
         judged = self._worker.judge()
-        line = _log_line(self.position.tokens + tokens, report, judged, tokens / spent_s)
+        line = {
+            **_log_line(self.position.tokens + tokens, report, judged, tokens / spent_s),
+            WRITTEN_BY_MODEL: self._by_model,
+        }
         self._lines.append(line)
         # `max` takes the earliest of equal lines, so heads that are no better are not written.
         if line is self.best:
@@ -294,7 +305,8 @@ class _Run:
         log.flush()
         self.position = TrainPosition(self.position.parts + 1, line["tokens"], line["wall_s"])
         advance(1, _note(line))
-        if time.monotonic() - self._saved_at > SAVE_EVERY_S:
+        apart_s = max(SAVE_EVERY_S, TIMES_A_SAVE * self._save_took_s)
+        if time.monotonic() - self._saved_at > apart_s:
             self.save()
             # So that --max-minutes counts the save as well.
             self.position = self.position._replace(wall_s=before_s + time.monotonic() - began)
@@ -317,7 +329,7 @@ class _Run:
 
 
 def _keep_best(
-    out: Path, heads: MedusaHeads, lm_head_VD: torch.Tensor, metadata: dict[str, Any]
+    out: Path, heads: MedusaHeads, lm_head_VD: torch.Tensor | None, metadata: dict[str, Any]
 ) -> None:
     """Put the checkpoint into OUT file by file: `save_heads` replaces whole folders, and OUT also
     contains the log.
@@ -377,6 +389,7 @@ def _metadata(options: TrainOptions, line: Line) -> dict[str, Any]:
         "options": options.settings(),
         "replay_mean_acceptance_length": replayed,
         "trained_tokens": line["tokens"],
+        WRITTEN_BY_MODEL: line[WRITTEN_BY_MODEL],
     }
 
 
@@ -415,6 +428,9 @@ class ResumeFolder:
         self._samples = self._folder / "samples.json"
         self._trainer = self._folder / "trainer.safetensors"
         self._settings = {"format_version": RESUME_FORMAT, **options.settings()}
+        if in_equal_steps(options):
+            # Version 0.3 cut these into other parts, and the position counts parts.
+            self._settings["parts_of_whole_steps"] = True
         # With only the settings there is nothing to resume, so they may differ.
         more_than_settings = len(list(self._folder.glob("*"))) > 1
         self.found = not options.fresh and more_than_settings
@@ -501,7 +517,10 @@ def _write_samples(path: Path, samples: Sequence[Sample]) -> None:
     write_atomic(
         path,
         json.dumps(
-            [(sample.ids, sample.spans, sample.prompt, sample.logprobs) for sample in samples]
+            [
+                (sample.ids, sample.spans, sample.prompt, sample.logprobs, sample.by_model)
+                for sample in samples
+            ]
         ),
     )
 
@@ -510,8 +529,15 @@ def _read_samples(path: Path) -> list[Sample]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
         return [
-            Sample(tuple(ids), tuple((a, b) for a, b in spans), prompt, tuple(p) if p else None)
-            for ids, spans, prompt, p in rows
+            Sample(
+                tuple(ids),
+                tuple((a, b) for a, b in spans),
+                prompt,
+                tuple(p) if p else None,
+                # Version 0.3 did not write it, and had log-probs of nearly all that models wrote.
+                by_model[0] if by_model else bool(p),
+            )
+            for ids, spans, prompt, p, *by_model in rows
         ]
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(

@@ -33,7 +33,10 @@ class PredictOptions:
         Option(min=0, help="Acceptance at positions 1, 2, ..., e.g. 0.6,0.4,0.3,0.2."),
     ] = ()
     heads: Annotated[
-        str, Option(help="Native heads directory; with --data, its acceptance is measured.")
+        str,
+        Option(
+            help="Native heads directory, or hf://owner/name; with --data, acceptance is measured."
+        ),
     ] = ""
     data: Annotated[str, Option(help="With --heads: prompts for the replay.")] = ""
     template: Annotated[

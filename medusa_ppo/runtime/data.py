@@ -27,8 +27,8 @@ def load_rows(path: str | os.PathLike[str], *, split: str = "train", limit: int 
 
     Args:
         path: local file by its ending, local folder, or hub name (`owner/name`, with a
-            configuration `owner/name:config`).
-        split: split of a folder or hub dataset; a single file has none.
+            configuration `owner/name:config`, with a split `owner/name@split`).
+        split: split of a folder, or of a hub dataset whose name has none; a single file has none.
         limit: use only the first rows; 0: all.
 
     Raises:
@@ -190,9 +190,12 @@ def _load(name: str, split: str, streaming: bool = False) -> Any:
             _refuse_null_lines(file)
         return _quietly(name, name, split=split, streaming=streaming)
     if path is None:
-        # Unlike a path, a hub name contains no colon.
-        repository, _, configuration = name.partition(":")
-        return _quietly(name, repository, configuration or None, split=split, streaming=streaming)
+        # Unlike a path, a hub name contains neither @ nor a colon.
+        whole, _, named = name.partition("@")
+        repository, _, configuration = whole.partition(":")
+        return _quietly(
+            name, repository, configuration or None, split=named or split, streaming=streaming
+        )
     kind = FILE_TYPES[path.suffix]
     if kind == "json":
         _refuse_null_lines(path)
@@ -255,5 +258,8 @@ def _one_sentence(given: object) -> Iterator[None]:
                 "a JSONL, Parquet, CSV or text file, a folder of them, or a name on the hub with"
                 " this split"
             ),
-            do="Check the path or name, the split and the content; the hub needs a network.",
+            do=(
+                "Check the path or name, the split (owner/name@split names one of the hub) and the"
+                " content; the hub needs a network."
+            ),
         ) from error

@@ -4,7 +4,10 @@ the same tokens.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ import torch.nn.functional as F
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import lm_head_weight, load_actor
+from medusa_ppo.bench import heads_table
+from medusa_ppo.bench.bench_options import HeadsBench
 from medusa_ppo.bench.heads_table import (
     EPOCHS,
     first_tokens,
@@ -22,6 +27,7 @@ from medusa_ppo.bench.heads_table import (
     train_originally,
     train_ours,
 )
+from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.offline.collect import Sample
 from medusa_ppo.runtime.console import OfflineProgress
 
@@ -60,6 +66,58 @@ def test_the_original_loss_is_that_of_each_written_token(
     assert float(original_loss(actor, heads, lm_head_VD, samples).detach()) == pytest.approx(
         expected, rel=1e-4
     )
+
+
+def test_the_original_recipe_computes_where_the_actor_is(samples: list[Sample]) -> None:
+    """Meta tensors stand in for a GPU's: they compute with no others."""
+    seen: list[torch.device] = []
+
+    def base_model(*, use_cache: bool, **given: torch.Tensor) -> SimpleNamespace:
+        seen.extend(tensor.device for tensor in given.values())
+        shape = given["input_ids"].shape
+        return SimpleNamespace(last_hidden_state=torch.zeros(*shape, 16, device="meta"))
+
+    actor: Any = SimpleNamespace(device=torch.device("meta"), base_model=base_model)
+    heads = MedusaHeads(HeadsConfig(16, 64, HEADS)).to("meta")
+    loss = original_loss(actor, heads, torch.zeros(64, 16, device="meta"), samples)
+    assert loss.device == actor.device and seen == [actor.device] * 2
+
+
+def test_heads_are_compared_on_the_gpu_if_there_is_one(
+    chain_actor: Path, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[torch.nn.Module] = []
+    trained_on: list[torch.device | None] = []
+
+    class Recorder(HeadsTrainer):
+        def __init__(self, *arguments: Any, device: torch.device | None = None, **named: Any):
+            trained_on.append(device)
+            super().__init__(*arguments, device=device, **named)
+
+    def on_device(model: torch.nn.Module) -> torch.nn.Module:
+        moved.append(model)
+        return model
+
+    doubles = {
+        "on_device": on_device,
+        "HeadsTrainer": Recorder,
+        "HELD_OUT_RESPONSES": 1,
+        "read_scene": lambda *_: SimpleNamespace(prompts=[(1, 2, 3)]),
+        "engine_config": lambda *_: None,
+        "running_engine": lambda *_: contextlib.nullcontext(),
+        "response_rounds": lambda *_: [],
+        "samples_of": lambda rounds: samples,
+    }
+    for name, double in doubles.items():
+        monkeypatch.setattr(heads_table, name, double)
+    bench = HeadsBench(
+        model=str(chain_actor), data="", template="", epochs=1, num_heads=HEADS, max_new_tokens=16
+    )
+    found = heads_table.collect(bench, OfflineProgress(quiet=True))
+    assert moved == [found.actor]
+    heads_table._train_and_judge(bench, "medusa", "ce", found)
+    train_ours(found.actor, samples, HEADS, 8, 0)
+    assert trained_on == [found.actor.device] * 2
 
 
 def test_both_recipes_bring_the_loss_down(chain_actor: Path, samples: list[Sample]) -> None:

@@ -15,16 +15,24 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
+from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
 from heads.checkpoint import load_heads
 from heads.errors import CheckpointError, ConfigError, DataError, RunError
-from medusa_ppo.companion.trainer import HeadsTrainer
+from heads.modules import MedusaHeads
+from medusa_ppo.cli.app import app
+from medusa_ppo.companion.trainer import COUNTERS, HeadsTrainer, TrainReport
+from medusa_ppo.offline.collect import Sample
+from medusa_ppo.offline.data_parallel import TrainingWorker
+from medusa_ppo.offline.hub import model_card
 from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.scene import find_source, plan_training, read_scene
+from medusa_ppo.offline.schedule import TrainingPlan
 from medusa_ppo.offline.train import ResumeFolder, TrainPosition, _keep_best, _Run, train_heads
 from medusa_ppo.runtime.console import OfflineProgress
 
@@ -71,6 +79,11 @@ def interrupt_after(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HeadsTrainer, "_step", step)
 
 
+def save_after_each_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("medusa_ppo.offline.train.SAVE_EVERY_S", -1.0)
+    monkeypatch.setattr("medusa_ppo.offline.train.TIMES_A_SAVE", 0)
+
+
 def interrupted(*_: object) -> None:
     raise KeyboardInterrupt
 
@@ -113,7 +126,7 @@ def test_a_killed_training_goes_on_from_its_last_save(
         if position.parts == 5:
             shutil.copytree(options.out / "resume", snapshot)
 
-    monkeypatch.setattr("medusa_ppo.offline.train.SAVE_EVERY_S", -1.0)
+    save_after_each_part(monkeypatch)
     monkeypatch.setattr(ResumeFolder, "save_trainer", save)
     train(options)
     expected = log(options)
@@ -195,10 +208,37 @@ def test_the_time_counts_what_is_written(
     monkeypatch.setattr(f"{module}.time", stopped_clock)
     monkeypatch.setattr(f"{module}._keep_best", slow(_keep_best, 10.0))
     monkeypatch.setattr(ResumeFolder, "save_trainer", slow(ResumeFolder.save_trainer, 100.0))
-    monkeypatch.setattr(f"{module}.SAVE_EVERY_S", -1.0)
+    save_after_each_part(monkeypatch)
     train(replace(options, max_minutes=1.5))
     lines = (options.out / "train.jsonl").read_text().splitlines()
     assert [round(json.loads(line)["wall_s"]) for line in lines] == [10], "and then the time is up"
+
+
+def test_saves_of_a_large_state_take_a_small_share_of_the_time(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that only parts (5 s each) and saves (10 s each) move."""
+    clock = SimpleNamespace(now=0.0)
+    saved_at: list[float] = []
+
+    def save(*_: object) -> None:
+        clock.now += 10.0
+        saved_at.append(clock.now)
+
+    def train_part(worker: TrainingWorker, *_: object) -> tuple[TrainReport, int]:
+        clock.now += 5.0
+        worker._trainer.batches_trained += 1
+        return TrainReport(), 1
+
+    monkeypatch.setattr(
+        "medusa_ppo.offline.train.time", SimpleNamespace(monotonic=lambda: clock.now)
+    )
+    monkeypatch.setattr(TrainingWorker, "train", train_part)
+    monkeypatch.setattr(ResumeFolder, "save_trainer", save)
+    train(replace(options, epochs=100))
+    apart = [later - earlier for earlier, later in itertools.pairwise(saved_at)]
+    assert len(apart) > 5 and saved_at[0] < 60
+    assert all(10.0 / seconds <= 0.06 for seconds in apart)
 
 
 def test_half_written_heads_of_a_killed_training_are_removed(
@@ -298,6 +338,140 @@ def test_accumulated_micro_batches_make_the_step_of_one_large_batch(
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-3)
     for name, value in state(large).items():
         torch.testing.assert_close(value, state(small)[name], rtol=0, atol=2e-3)
+
+
+def test_a_step_larger_than_a_part_makes_the_part_larger(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that held less than a step cut it short, and the step size fell to its end long
+    before the last step.
+    """
+    save_after_each_part(monkeypatch)
+    taken: list[int] = []
+    planned: list[TrainingPlan] = []
+    real_save, real_plan = ResumeFolder.save_trainer, TrainingPlan.of
+
+    def save(self: ResumeFolder, state: dict[str, torch.Tensor], position: TrainPosition) -> None:
+        taken.append(int(state["counters"][COUNTERS.index("optimizer_steps")]))
+        real_save(self, state, position)
+
+    def plan(*arguments: Any) -> TrainingPlan:
+        planned.append(real_plan(*arguments))
+        return planned[0]
+
+    monkeypatch.setattr(ResumeFolder, "save_trainer", save)
+    monkeypatch.setattr(TrainingPlan, "of", plan)
+    asked = replace(options, epochs=2, accumulate=8)
+    with monkeypatch.context() as patch:
+        patch.setattr("medusa_ppo.offline.schedule.PART_TOKENS", 64)
+        train(asked)
+    [made] = planned
+    assert taken[-1] == made.steps
+    # Groups can't be cut, so parts are not to the token what was asked for.
+    mean = asked.epochs * sum(made.positions) / made.steps
+    assert 0.7 * asked.step_positions < mean < 1.3 * asked.step_positions
+
+    plain = replace(options, epochs=1, out=options.out.with_name("plain"))
+    taken.clear()
+    planned.clear()
+    train(plain)
+    assert taken[-1] == planned[0].steps, "nor do small steps go on after the end of the schedule"
+
+
+def test_the_plan_of_large_steps_is_what_was_asked_for() -> None:
+    """4 workers with 4,915 written tokens in each group; the default of 512 positions too."""
+    groups = [4915] * 4096
+    for accumulate, parts in ((1, 154), (64, 154), (128, 77)):
+        options = TrainOptions(
+            model="", data="", out=Path(), workers=4, accumulate=accumulate, epochs=4
+        )
+        plan = TrainingPlan.of(options, groups, sum(groups))
+        mean = options.epochs * sum(groups) / plan.steps
+        assert mean == pytest.approx(options.step_positions, rel=0.03)
+        assert plan.parts == parts
+
+
+def test_a_training_with_large_steps_of_an_older_version_is_refused(
+    options: TrainOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its position counts parts, and it had others."""
+    large = replace(options, accumulate=128)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("medusa_ppo.offline.train._Run.train", interrupted)
+        train(large)
+    settings = large.out / "resume" / "settings.json"
+    saved = json.loads(settings.read_text())
+    del saved["parts_of_whole_steps"]
+    settings.write_text(json.dumps(saved))
+    with pytest.raises(ConfigError, match=r"parts_of_whole_steps True \(was None\)"):
+        train(large)
+
+
+def test_text_that_the_model_did_not_write_gives_no_draft_temperatures(
+    options: TrainOptions, chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replay of a text counts a draft as accepted where the text has it, while the model would
+    seldom write it: temperatures fitted to that are worse than none. The figure says so as well,
+    wherever it is shown.
+    """
+
+    def fit(heads: MedusaHeads, *_: Any, **__: Any) -> None:
+        heads.temperatures_K.fill_(0.5)
+
+    monkeypatch.setattr("medusa_ppo.offline.data_parallel.fit_temperatures", fit)
+    few = replace(options, epochs=1)
+    best = train(few)
+    ids = AutoTokenizer.from_pretrained(chain_actor)("17 + 25 = 42; and so on").input_ids
+    rollouts = tmp_path / "rollouts.jsonl"
+    # Without log-probs, which are the actor's own then.
+    rows = [{"prompt_ids": [1, i], "response_ids": ids} for i in range(2, 32)]
+    rollouts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    own = replace(few, data=str(rollouts), column="", out=tmp_path / "own")
+    train(own)
+    for trained, by_model, temperature in ((few, False, 1.0), (own, True, 0.5)):
+        assert {line["written_by_model"] for line in log(trained)} == {by_model}
+        heads, saved = load_heads(trained.out)
+        assert heads.temperatures_K.tolist() == [temperature] * 2
+        assert saved.metadata["written_by_model"] is by_model
+        card = model_card(trained.out, "me/heads")
+        assert ("which the model did not write" in card) is not by_model
+        assert ("by replay on responses" in card) is by_model
+        assert "written_by_model" not in card
+
+    actor = ["--model", few.model, "--data", few.data, "--column", "question", "--out", "x"]
+    monkeypatch.setattr("medusa_ppo.offline.train.train_heads", lambda *_: best)
+    shown = CliRunner().invoke(app, ["train", *actor])
+    assert shown.exit_code == 0, shown.output
+    last = " ".join(shown.output.split("The heads in ")[1].split())
+    assert "that the model did not write" in last and "medusa-ppo eval" in last
+
+
+def test_who_wrote_the_samples_is_kept_for_a_resumed_training(
+    options: TrainOptions, tmp_path: Path
+) -> None:
+    options.out.mkdir()
+    samples = [
+        Sample((1, 2, 3), ((1, 3),), 0, by_model=False),
+        Sample((1, 2, 3), ((1, 3),), 1),
+        Sample((1, 2, 3), ((1, 3),), 2, (-1.0, -2.0)),
+    ]
+    resume = ResumeFolder(options.out, options)
+    resume.begin()
+    resume.save_samples(samples)
+    assert ResumeFolder(options.out, options).samples() == samples
+    file = options.out / "resume" / "samples.json"
+    file.write_text(json.dumps([row[:4] for row in json.loads(file.read_text())]))
+    older = ResumeFolder(options.out, options).samples()
+    assert older is not None and [sample.by_model for sample in older] == [False, False, True]
+
+
+@pytest.mark.parametrize(("kind", "stored"), [("hydra", False), ("medusa", True)])
+def test_the_actors_lm_head_is_stored_only_for_stock_vllm(
+    options: TrainOptions, kind: Literal["hydra", "medusa"], stored: bool
+) -> None:
+    """At a large vocabulary it is half of the folder, and nothing else reads it."""
+    train(replace(options, kind=kind, epochs=1))
+    assert load_heads(options.out)[1].has_lm_head is stored
 
 
 def test_bfloat16_learns_like_float32(options: TrainOptions, tmp_path: Path) -> None:

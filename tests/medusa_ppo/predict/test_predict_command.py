@@ -144,6 +144,40 @@ def test_the_acceptance_is_measured_as_the_run_drafts_and_samples(
     ]
 
 
+def test_heads_of_the_hub_are_read_and_checked_from_their_copy(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay and `bench rollout` only read folders."""
+    copy = tmp_path / "pulled"
+    copy.mkdir()
+    sizes = {"medusa_ppo": {"heads": HeadsConfig(2048, 128256, 2).to_dict()}}
+    (copy / "config.json").write_text(json.dumps(sizes))
+    pulled: list[str] = []
+    read: list[str] = []
+
+    def pull(name: str) -> Path:
+        pulled.append(name)
+        return copy
+
+    def measured(options: EvalOptions, progress: OfflineProgress) -> dict[str, object]:
+        read.append(options.heads)
+        return {
+            "confidence_interval": [1.5, 1.7],
+            "prompts": 3,
+            "acceptance_per_position": [0.4, 0.2],
+        }
+
+    monkeypatch.setattr("medusa_ppo.offline.evaluate.evaluate_heads", measured)
+    monkeypatch.setattr("medusa_ppo.offline.hub.local_heads", pull)
+    words = "--heads", "hf://owner/name", "--data", "rows.jsonl"
+    out = tmp_path / "answer.json"
+    code, said = run("--model", str(model), "--gpu", "h100", *words, "--json", str(out))
+    assert code == 0, said
+    assert pulled == ["hf://owner/name"] and read == [str(copy)]
+    check = json.loads(out.read_text())["check"][-1]
+    assert f"--heads {shlex.quote(str(copy))} " in check
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from heads.errors import DataError
+from medusa_ppo.cli.input_checks import check_data
 from medusa_ppo.runtime import data
 
 ROWS = [
@@ -116,6 +118,43 @@ def test_unreachable_hub_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(data.datasets.config, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="can't be read"):
         data.load_rows("nobody/nothing-of-this-name")
+
+
+@pytest.mark.parametrize(
+    ("name", "repository", "configuration", "split"),
+    [
+        ("owner/name", "owner/name", None, "train"),
+        ("owner/name@test_sft", "owner/name", None, "test_sft"),
+        ("owner/name:main@test", "owner/name", "main", "test"),
+        ("owner/name-1.0@test", "owner/name-1.0", None, "test"),
+    ],
+)
+def test_a_hub_name_may_name_its_split(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    repository: str,
+    configuration: str | None,
+    split: str,
+) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        asked.append((*args, kwargs["split"]))
+        return data.datasets.Dataset.from_list([{"question": "1 + 1"}])
+
+    monkeypatch.setattr(data.datasets, "load_dataset", load)
+    check_data(name)
+    assert data.load_rows(name) == list(data.stream_rows(name)) == [{"question": "1 + 1"}]
+    assert asked == [(repository, configuration, split)] * 2
+
+
+def test_the_error_says_how_another_split_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*_: Any, **__: Any) -> Any:
+        raise ValueError('Unknown split "train". Should be one of ["train_sft", "test_sft"].')
+
+    monkeypatch.setattr(data.datasets, "load_dataset", load)
+    with pytest.raises(DataError, match=r"train_sft(.|\n)*owner/name@split"):
+        data.load_rows("owner/name")
 
 
 def test_streamed_rows_are_the_same_and_read_only_as_far_as_asked_for(tmp_path: Path):
