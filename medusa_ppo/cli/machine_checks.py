@@ -22,6 +22,7 @@ import psutil
 
 import medusa_ppo
 from medusa_ppo.cli.gpu_suite import described, read_results
+from medusa_ppo.config.run_config import OFF
 from medusa_ppo.reports.store import GIB, commit, gpu_names
 from medusa_ppo.runtime.hardware import OWN_MEMORY, gpu_memory
 from medusa_ppo.runtime.wording import size_text
@@ -482,7 +483,7 @@ def setup_steps(model: str, data: str) -> tuple[SetupStep, ...]:
             f" runs/check-setup/heads-final --data {data} --template 'Question:"
             " {question}\\nAnswer:' --dtype bfloat16 --batches 1,16,64",
             ("Ours against no speculation: ",),
-            "Above x1.00 drafting pays; below it, use engine.num_drafts=0, the plain engine.",
+            f"Above x1.00 drafting pays; below it, run without the plugin ({' '.join(OFF)}).",
         ),
         SetupStep(
             "a run finds its nodes through Ray",
