@@ -489,7 +489,7 @@ def setup_steps(model: str, data: str) -> tuple[SetupStep, ...]:
             "a run finds its nodes through Ray",
             "two nodes, with 8 GPUs in the first (where you run this) and two in the second, the "
             "checkout under the same path on both, and Ray with its job server (ray[default]) "
-            "started on both as in configs/two-nodes.yaml",
+            "started on both as in docs/cluster.md for a job, with no GPU hidden from it",
             "ray job submit --address=http://127.0.0.1:8265 --entrypoint-num-gpus=1"
             " --entrypoint-resources='{\"engines\": 0.001}' -- medusa-ppo ppo --config two-nodes"
             f" out=$PWD/runs name=check-cluster {there} ppo.steps=5",
