@@ -129,3 +129,21 @@ def test_a_command_takes_what_is_shown(page: str, line: str) -> None:
         command = command.commands[rest[0]]
         rest = rest[1:]
     command.make_context(line, list(rest))
+
+
+def test_the_packages_for_gpus_are_not_installed_with_a_torch_for_cpus() -> None:
+    """Of a version without `+cu...` the CPU's index has a build, too. As in the Makefile."""
+    blocks = [
+        block
+        for page in PAGES
+        for block in re.findall(
+            r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        )
+        if "requirements-c" in block
+    ]
+    assert {file for block in blocks for file in re.findall(r"requirements-c\w+", block)} == {
+        "requirements-cpu",
+        "requirements-cuda",
+    }
+    for block in blocks:
+        assert ("requirements-cuda" in block) != ("--torch-backend cpu" in block), block
