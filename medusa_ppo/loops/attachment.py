@@ -123,6 +123,24 @@ def _set_aside(file: Path) -> Path:
     return file.rename(unused)
 
 
+def _keep_earlier(folder: Path) -> None:
+    """Rename the companion's state of an earlier loop, if the folder has one: this loop's would
+    remove it, and whoever forgot `step` needs it. Only the last one is kept, since each may have
+    gigabytes.
+    """
+    file = folder / COMPANION_FOLDER / STATE_FILE
+    if not file.is_file():
+        return
+    kept = file.replace(file.with_name(f"{file.name}.earlier"))
+    logger.warning(
+        "The loop begins with step 0, and its heads anew; the companion's state of an earlier loop"
+        " in this folder is now %s. If this loop goes on from a checkpoint, end it, rename the"
+        " state to %s, and pass step=... to DraftingEngine.",
+        kept,
+        file.name,
+    )
+
+
 class Attachment:
     """All that one trainer needs: engine arguments before the engine is built, the plugin during
     training, a run folder at the end.
@@ -573,6 +591,9 @@ class DraftingEngine:
         plugin: a NoPlugin if the settings ask for neither drafts nor a companion.
     """
 
+    _goes_on = False
+    """Whether the heads go on from those of an earlier loop."""
+
     def __init__(
         self,
         config: RunConfig,
@@ -591,8 +612,9 @@ class DraftingEngine:
             model_path: the actor's folder, for vLLM.
             run_dir: folder for what the plugin measures and publishes; the last heads end up in its
                 `heads-final`.
-            step: the step that a resumed loop goes on with; requests without a seed draw other
-                random numbers than in the loop's first steps.
+            step: the step that a resumed loop goes on with. Above 0 heads go on from the
+                companion's state in `run_dir`, and requests without a seed draw other random
+                numbers than in the loop's first steps.
 
         Raises:
             UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError,
@@ -619,21 +641,31 @@ class DraftingEngine:
                     gpus=gpu_places(config.engine, visible).ray if visible else None,
                 )
             )
-            heads = (
-                MedusaPlugin.prepare_heads(config, actor, self._folder / "heads")
-                if wanted
-                else None
-            )
+            heads = None
+            if wanted:
+                # Not in the run's folder: versions are there, and heads.path may name one of them.
+                first = OwnedFolder("medusa-ppo-heads-")
+                stack.callback(first.close)
+                heads = MedusaPlugin.prepare_heads(config, actor, first.path / "heads")
             self.engine: RolloutEngine = stack.enter_context(
                 make_engine(model_path, heads, config.engine, config.seed, step=step)
             )
             if wanted:
-                plugin = MedusaPlugin.start(config, actor, self.engine, self._folder)
+                if not step:
+                    _keep_earlier(self._folder)
+                plugin = start_or_resume(self._start, self._folder, step)
                 stack.callback(plugin.close)
                 self.plugin = plugin
                 self._tap = ForwardTap(actor, plugin)
                 stack.callback(self._tap.close)
             self._stack = stack.pop_all()
+
+    def _start(self, state: str) -> MedusaPlugin:
+        plugin = MedusaPlugin.start(
+            self._config, self._actor, self.engine, self._folder, resume_from=state
+        )
+        self._goes_on = bool(state)
+        return plugin
 
     def warm_up(self, prompts: Prompts, sampling: Sampling) -> WarmUpReport:
         """Train untrained heads on responses to these prompts before the first step, so that the
@@ -646,6 +678,8 @@ class DraftingEngine:
         section = self._config.heads
         if section.path:
             return WarmUpReport(problem="heads.path names trained heads")
+        if self._goes_on:
+            return WarmUpReport(problem="the heads go on from those of an earlier loop")
         return self.plugin.warm_up(
             prompts,
             sampling,

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from heads.checkpoint import load_heads
-from heads.errors import ConfigError, RunError
+from heads.errors import ConfigError, RunError, SavedStateError
 from heads.tensorfile import checksum, load_state
 from medusa_ppo.actors.hf import load_actor
+from medusa_ppo.companion.service import STATE_FILE
 from medusa_ppo.config import run_config
-from medusa_ppo.config.run_config import build_config
+from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
@@ -320,6 +321,98 @@ def test_the_engine_of_a_resumed_loop_draws_other_random_numbers(
     for step in (0, 20):
         DraftingEngine(config, torch.nn.Module(), "actor", tmp_path, step=step).close()
     assert seeds[0] == 7 and seeds[1] != 7
+
+
+class Started:
+    """Stands in for Ray, the engine and the plugin of a `DraftingEngine`.
+
+    Attributes:
+        heads: the folder with which each engine was started.
+        given: further arguments of each engine.
+        resumed: what each companion was to go on from.
+        refuses: a companion's state is not what these settings need.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.heads: list[Path] = []
+        self.given: list[dict[str, Any]] = []
+        self.resumed: list[str] = []
+        self.refuses = False
+        monkeypatch.setattr(attachment, "local_ray", lambda **_: contextlib.nullcontext())
+        monkeypatch.setattr(attachment, "make_engine", self.make_engine)
+        monkeypatch.setattr(MedusaPlugin, "start", self.start)
+
+    def make_engine(self, model: Any, heads: Path, *given: Any, **more: Any) -> Any:
+        assert load_heads(heads)[0].untrained
+        self.heads.append(heads)
+        self.given.append(more)
+        return contextlib.nullcontext()
+
+    def start(self, *given: Any, resume_from: str | Path = "") -> NoPlugin:
+        self.resumed.append(str(resume_from))
+        if resume_from and self.refuses:
+            raise SavedStateError("Another shape.", given="2", expected="3", do="Begin anew.")
+        return NoPlugin()
+
+
+def earlier_loop(folder: Path, actor: Any) -> RunConfig:
+    """What a loop that was killed has left in its folder, and the settings that it had."""
+    config = build_config({"heads": {"num_heads": 2}})
+    # Up to 0.3.0 the engine's first heads were in the folder of the versions.
+    MedusaPlugin.prepare_heads(config, actor, folder / "heads")
+    MedusaPlugin.prepare_heads(config, actor, folder / "heads" / "v000007")
+    (folder / "companion").mkdir()
+    (folder / "companion" / STATE_FILE).write_bytes(b"a state")
+    return config
+
+
+def test_a_loop_that_goes_on_keeps_what_its_heads_have_learned(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its start replaced the folder of the versions, and its companion removed the state."""
+    started = Started(monkeypatch)
+    actor = load_actor(chain_actor)
+    config = earlier_loop(tmp_path, actor)
+    state = tmp_path / "companion" / STATE_FILE
+    with DraftingEngine(config, actor, chain_actor, tmp_path, step=20) as engine:
+        assert started.resumed == [str(state.parent)] and state.read_bytes() == b"a state"
+        assert load_heads(tmp_path / "heads" / "v000007")[0].config.num_heads == 2
+        # A killed engine reads its first heads again.
+        assert tmp_path not in started.heads[0].parents and started.heads[0].is_dir()
+        assert "of an earlier loop" in engine.warm_up([[1], [2]], Sampling()).problem
+    assert not started.heads[0].exists()
+
+    # Nobody else reads these, so they can be the new loop's first.
+    version = tmp_path / "heads" / "v000007"
+    config = build_config({"heads": {"path": str(version)}})
+    with DraftingEngine(config, actor, chain_actor, tmp_path, step=20):
+        assert load_heads(version)[0].config.num_heads == 2
+
+    started.refuses = True
+    with DraftingEngine(config, actor, chain_actor, tmp_path, step=20) as engine:
+        assert started.resumed[-2:] == [str(state.parent), ""]
+        assert state.with_name(f"{STATE_FILE}.unused-1").read_bytes() == b"a state"
+        assert "of an earlier loop" not in engine.warm_up([[1], [2]], Sampling()).problem
+
+
+def test_a_loop_that_begins_anew_in_a_folder_says_so_and_keeps_the_state(
+    chain_actor: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`step` may have been forgotten; a companion that begins anew removes what it finds."""
+    started = Started(monkeypatch)
+    actor = load_actor(chain_actor)
+    config = earlier_loop(tmp_path, actor)
+    kept = tmp_path / "companion" / f"{STATE_FILE}.earlier"
+    with DraftingEngine(config, actor, chain_actor, tmp_path):
+        assert started.resumed == [""] and kept.read_bytes() == b"a state"
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "step=" in told and str(kept) in told
+    caplog.clear()
+    with DraftingEngine(config, actor, chain_actor, tmp_path):
+        assert kept.read_bytes() == b"a state" and not caplog.records
 
 
 def test_a_second_engine_in_the_same_folder_is_refused(tmp_path: Path) -> None:
