@@ -648,7 +648,9 @@ class DraftingEngine:
                 stack.callback(first.close)
                 heads = MedusaPlugin.prepare_heads(config, actor, first.path / "heads")
             self.engine: RolloutEngine = stack.enter_context(
-                make_engine(model_path, heads, config.engine, config.seed, step=step)
+                make_engine(
+                    model_path, heads, config.engine, config.seed, supervised=True, step=step
+                )
             )
             if wanted:
                 if not step:

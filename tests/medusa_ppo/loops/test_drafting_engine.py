@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from heads.checkpoint import load_heads
-from heads.errors import ConfigError, RunError, SavedStateError
+from heads.errors import ConfigError, EngineError, RunError, SavedStateError
 from heads.tensorfile import checksum, load_state
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.companion.service import STATE_FILE
@@ -297,20 +297,54 @@ def test_the_loops_own_gpu_is_nobody_elses(
     assert asked == [offered]
 
 
+class Answering:
+    """An engine that answers with one token."""
+
+    max_drafts = num_drafts = heads_version = policy_version = 0
+    note = ""
+
+    def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
+        responses = tuple(Response(n, (5,), (-1.0,), "stop") for n in range(len(prompts)))
+        return Rollouts(tuple(map(tuple, prompts)), responses, Counters(), 1.0, sampling)
+
+    def __getattr__(self, name: str) -> Any:
+        """What else a pool asks an engine."""
+        return lambda *given, **more: None
+
+    def __enter__(self) -> Answering:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+class Dying(Answering):
+    """The first one of them dies in its first call."""
+
+    started = 0
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        Dying.started += 1
+        self._dies = Dying.started == 1
+
+    def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
+        if self._dies:
+            raise EngineError("The engine's process, generating, ended.", given="SIGKILL")
+        return super().generate(prompts, sampling)
+
+
 def test_the_engine_of_a_resumed_loop_draws_other_random_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests without a seed draw from the engine's."""
     seeds: list[int] = []
     monkeypatch.setattr(attachment, "local_ray", lambda **_: contextlib.nullcontext())
-    monkeypatch.setattr(
-        ray_engine, "ServerEngine", lambda model, heads, config, seed, **_: seeds.append(seed)
-    )
-    monkeypatch.setattr(
-        attachment,
-        "make_engine",
-        lambda *given, **more: contextlib.nullcontext(ray_engine.make_engine(*given, **more)),
-    )
+
+    def serve(model: Any, heads: Any, config: Any, seed: int, **more: Any) -> Answering:
+        seeds.append(seed)
+        return Answering()
+
+    monkeypatch.setattr(ray_engine, "ServerEngine", serve)
     config = build_config(
         {
             "seed": 7,
@@ -413,6 +447,24 @@ def test_a_loop_that_begins_anew_in_a_folder_says_so_and_keeps_the_state(
     caplog.clear()
     with DraftingEngine(config, actor, chain_actor, tmp_path):
         assert kept.read_bytes() == b"a state" and not caplog.records
+
+
+def test_an_engine_that_dies_is_started_again_for_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/faults.md says of a loop of one's own."""
+    monkeypatch.setattr(attachment, "local_ray", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(ray_engine, "ServerEngine", Dying)
+    monkeypatch.setattr(Dying, "started", 0)
+    config = build_config(
+        {
+            "engine": {"backend": "http://127.0.0.1:1", "num_drafts": 0},
+            "companion": {"enabled": False},
+        }
+    )
+    with DraftingEngine(config, torch.nn.Module(), "actor", tmp_path) as engine:
+        rollouts = engine.generate([[1], [2]], Sampling())
+    assert len(rollouts.responses) == 2 and Dying.started == 2
 
 
 def test_a_second_engine_in_the_same_folder_is_refused(tmp_path: Path) -> None:
