@@ -66,17 +66,22 @@ READ_ROWS = 8
 """Number of a warm-up's responses that the actor scores at once."""
 
 
-def as_config(
-    medusa: RunConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
-) -> RunConfig | None:
-    """The configuration from any accepted form; None if it asks for neither drafts nor a companion.
-    Raises ConfigError.
-    """
+Settings = RunConfig | Mapping[str, Any] | str | os.PathLike[str]
+"""A run's settings: themselves, as a mapping of sections, or a preset or YAML file."""
+
+
+def read_settings(settings: Settings) -> RunConfig:
+    """The configuration from any accepted form. Raises ConfigError."""
+    if isinstance(settings, Mapping):
+        return build_config(settings)
+    return settings if isinstance(settings, RunConfig) else load_config(settings)
+
+
+def as_config(medusa: Settings | None) -> RunConfig | None:
+    """The same; None if it asks for neither drafts nor a companion. Raises ConfigError."""
     if medusa is None:
         return None
-    if isinstance(medusa, Mapping):
-        medusa = build_config(dict(medusa))
-    config = medusa if isinstance(medusa, RunConfig) else load_config(medusa)
+    config = read_settings(medusa)
     return config if config.companion.enabled or config.engine.num_drafts != 0 else None
 
 
@@ -593,10 +598,11 @@ class DraftingEngine:
 
     _goes_on = False
     """Whether the heads go on from those of an earlier loop."""
+    _told_width = False
 
     def __init__(
         self,
-        config: RunConfig,
+        settings: Settings,
         actor: nn.Module,
         model_path: str | Path,
         run_dir: str | Path,
@@ -606,7 +612,8 @@ class DraftingEngine:
         """Start Ray (if there is none), the engine and the companion.
 
         Args:
-            config: only `heads`, `companion`, `engine` and `seed` are read.
+            settings: only `heads`, `companion`, `engine` and `seed` are read. Set
+                `engine.max_num_seqs` and `engine.max_model_len` to the loop's own.
             actor: a transformers causal LM; the loop scores with `actor(input_ids=...,
                 attention_mask=...)`.
             model_path: the actor's folder, for vLLM.
@@ -623,7 +630,7 @@ class DraftingEngine:
         """
         Ranks.refuse_several("DraftingEngine")
         self.plugin: AnyPlugin = NoPlugin()
-        self._config = config
+        self._config = config = read_settings(settings)
         self._actor = actor
         self._folder = Path(run_dir)
         self._tap: ForwardTap | None = None
@@ -720,12 +727,29 @@ class DraftingEngine:
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         """Like RolloutEngine; newer heads are installed first, if there are any."""
+        self._warn_of_width(len(prompts) * sampling.responses_per_prompt)
         self.plugin.before_generation()
         rollouts = self.engine.generate(prompts, sampling)
         self.plugin.rollout_ready(rollouts)
         if self._tap is not None:
             self._tap.expect(rollouts)
         return rollouts
+
+    def _warn_of_width(self, responses: int) -> None:
+        """Say once if most of the responses wait only because nobody set how many may be written at
+        once: next to a loop's own, wider engine drafting then looks many times slower than it is.
+        """
+        engine = self._config.engine
+        width = engine.max_num_seqs * engine.replicas
+        if self._told_width or "max_num_seqs" in engine.model_fields_set or responses <= width:
+            return
+        self._told_width = True
+        logger.warning(
+            "Of %d responses the engine writes %d at once, because engine.max_num_seqs is not set."
+            " Set it to what your own engine had: vLLM's LLM takes 256 or more on a GPU.",
+            responses,
+            width,
+        )
 
     def sync_actor(
         self, path: str | Path, version: int, checked: Checked | None = None

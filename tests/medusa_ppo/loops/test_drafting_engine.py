@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,6 @@ from heads.errors import ConfigError, EngineError, RunError, SavedStateError
 from heads.tensorfile import checksum, load_state
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.companion.service import STATE_FILE
-from medusa_ppo.config import run_config
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
@@ -122,7 +122,7 @@ def test_a_loop_that_was_changed_as_the_page_says_runs(
     script = "\n".join(line[1:] for line in shown[1].splitlines() if not line.startswith("-"))
     # An engine for these actors, and a companion that has trained on step 0 when step 1 begins.
     here = {"engine": ENGINE, "companion": {"wait": True, "batch_positions": 256}}
-    monkeypatch.setattr(run_config, "build_config", lambda values: build_config(values | here))
+    monkeypatch.setattr(attachment, "build_config", lambda values: build_config(values | here))
     actor = load_actor(chain_actor)
     optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-4)
     trained_s: list[float] = []
@@ -465,6 +465,50 @@ def test_an_engine_that_dies_is_started_again_for_the_loop(
     with DraftingEngine(config, torch.nn.Module(), "actor", tmp_path) as engine:
         rollouts = engine.generate([[1], [2]], Sampling())
     assert len(rollouts.responses) == 2 and Dying.started == 2
+
+
+@pytest.mark.parametrize("form", ["mapping", "file"])
+def test_settings_are_given_as_a_trainer_of_trl_takes_them(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def make(model: Any, heads: Any, engine: Any, seed: int, **more: Any) -> Answering:
+        given.append((heads, engine.max_num_seqs, seed))
+        return Answering()
+
+    monkeypatch.setattr(attachment, "local_ray", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(attachment, "make_engine", make)
+    settings: Any = {
+        "seed": 5,
+        "engine": {"max_num_seqs": 256, "num_drafts": 0},
+        "companion": {"enabled": False},
+    }
+    if form == "file":
+        (tmp_path / "heads.yaml").write_text(json.dumps(settings))
+        settings = tmp_path / "heads.yaml"
+    DraftingEngine(settings, torch.nn.Module(), "actor", tmp_path / "run").close()
+    assert given == [(None, 256, 5)]
+
+
+def test_an_engine_that_nobody_made_as_wide_as_the_loop_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """512 responses in 16 rounds look like slow drafts."""
+    monkeypatch.setattr(attachment, "local_ray", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(attachment, "make_engine", lambda *_, **__: Answering())
+    off = {"companion": {"enabled": False}}
+    for section, warns in (({}, True), ({"max_num_seqs": 32}, False)):
+        caplog.clear()
+        settings = off | {"engine": {"num_drafts": 0} | section}
+        with DraftingEngine(settings, torch.nn.Module(), "actor", tmp_path) as engine:
+            engine.generate([[1]] * 32, Sampling())
+            assert not caplog.records
+            for _ in range(2):
+                engine.generate([[1]] * 64, Sampling(responses_per_prompt=8))
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == warns
+        assert all("512 responses" in text and "engine.max_num_seqs" in text for text in told)
 
 
 def test_a_second_engine_in_the_same_folder_is_refused(tmp_path: Path) -> None:
