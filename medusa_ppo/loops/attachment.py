@@ -32,6 +32,7 @@ from heads.errors import ConfigError, RunError, SavedStateError
 from medusa_ppo.actors.hf import HFActor
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.service import STATE_FILE
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.config.run_config import RunConfig, build_config, load_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.figures import logged, rollout_figures
@@ -62,6 +63,21 @@ SPECULATION = ("speculative_config", "additional_config")
 """The arguments of our own engines without which no engine drafts with our heads."""
 OURS = (*SPECULATION, "worker_extension_cls", "disable_log_stats")
 """Those that an engine needs so that a loop's process can call it."""
+COUNT = frozenset(
+    (
+        "num_drafts",
+        "draft_temperature",
+        "draft_vocab",
+        "memory_bytes",
+        "stop_below",
+        "runner",
+        "transfer",
+        "extra",
+    )
+)
+"""The settings of `engine` that count where others start the engines: what can't be had of `runner`
+and `transfer` is refused.
+"""
 READ_ROWS = 8
 """Number of a warm-up's responses that the actor scores at once."""
 
@@ -83,6 +99,28 @@ def as_config(medusa: Settings | None) -> RunConfig | None:
         return None
     config = read_settings(medusa)
     return config if config.companion.enabled or config.engine.num_drafts != 0 else None
+
+
+def refuse_broadcast(engine: EngineConfig) -> None:
+    """Raise ConfigError if engines that others start are to get the actor by our broadcast."""
+    if engine.transfer != "file":
+        raise ConfigError(
+            "A loop with its own engine sends the actor to it by itself.",
+            given=f"engine.transfer={engine.transfer}",
+            expected="engine.transfer=file",
+            do="Leave engine.transfer out; its own settings decide how weights are sent.",
+        )
+
+
+def warn_of_idle_settings(engine: EngineConfig) -> None:
+    """Name the settings of `engine` that have no effect because others start the engines."""
+    idle = sorted(engine.model_fields_set - COUNT)
+    if idle:
+        logger.warning(
+            "Without effect here, because the loop starts its engines itself: %s. Set them where"
+            " the loop has its vLLM's settings, or by vLLM's own names in engine.extra.",
+            ", ".join(f"engine.{name}" for name in idle),
+        )
 
 
 def start_or_resume(
@@ -162,15 +200,11 @@ class Attachment:
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks | None = None) -> None:
-        if config.engine.transfer != "file":
-            raise ConfigError(
-                "A loop with its own engine sends the actor to it by itself.",
-                given=f"engine.transfer={config.engine.transfer}",
-                expected="engine.transfer=file",
-                do="Leave engine.transfer out; its own settings decide how weights are sent.",
-            )
+        refuse_broadcast(config.engine)
         self.config = config
         self.ranks = ranks or Ranks()
+        if self.ranks.leads:
+            warn_of_idle_settings(config.engine)
         self.folder = config.run_dir
         self.engine: RolloutEngine | None = None
         self.plugin: AnyPlugin = NoPlugin()
@@ -253,6 +287,12 @@ class Attachment:
                 given="heads.path is empty",
                 expected="the folder that the server drafts with",
                 do="Set heads.path (docs/hooks.md says how to make it).",
+            )
+
+        if self.config.engine.extra and self.ranks.leads:
+            logger.warning(
+                "engine.extra has no effect on a server that runs already: give its arguments to"
+                " `medusa-ppo serve`, as vLLM's flags or in the file of --medusa."
             )
 
         def attach() -> None:

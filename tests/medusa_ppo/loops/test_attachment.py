@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +127,18 @@ def test_every_generation_before_an_update_has_a_line(
     medusa.end()
     steps = read_run(medusa.folder).steps
     assert [step[names.RESPONSE_LENGTH] for step in steps] == [2, 3, 5, 7]
+
+
+def test_arguments_for_a_server_that_runs_already_are_not_lost_unsaid(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attachment_module, "ServerEngine", lambda *_: NoEngine())
+    config = build_config({"heads": {"path": "heads"}, "engine": {"extra": {"max_logprobs": 3}}})
+    Attachment(config).attach_server(
+        SimpleNamespace(name_or_path="actor"), lambda: "http://127.0.0.1:1"
+    )
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "engine.extra" in told and "medusa-ppo serve" in told
 
 
 def trainer_of(
