@@ -27,12 +27,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from heads.checkpoint import save_state
+from heads.checkpoint import load_heads, save_state
 from heads.errors import ConfigError, RunError, SavedStateError
 from medusa_ppo.actors.hf import HFActor
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.service import STATE_FILE
 from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.config.run_config import RunConfig, build_config, load_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.figures import logged, rollout_figures
@@ -78,6 +79,7 @@ COUNT = frozenset(
 """The settings of `engine` that count where others start the engines: what can't be had of `runner`
 and `transfer` is refused.
 """
+WARM_UP = ("warm_up_tokens", "warm_up_s")
 READ_ROWS = 8
 """Number of a warm-up's responses that the actor scores at once."""
 
@@ -121,6 +123,18 @@ def warn_of_idle_settings(engine: EngineConfig) -> None:
             " the loop has its vLLM's settings, or by vLLM's own names in engine.extra.",
             ", ".join(f"engine.{name}" for name in idle),
         )
+
+
+def warn_of_untrained(heads: HeadsSection) -> None:
+    """Say that heads have learned nothing yet, where no warm-up teaches them before the first
+    step.
+    """
+    asked = [f"heads.{name}" for name in WARM_UP if name in heads.model_fields_set]
+    logger.warning(
+        "The heads begin untrained, and this loop has no warm-up%s. To draft from the first step"
+        " on, train heads beforehand (`medusa-ppo train`) and name them in heads.path.",
+        f": {', '.join(asked)} without effect" if asked else "",
+    )
 
 
 def start_or_resume(
@@ -221,6 +235,7 @@ class Attachment:
         self._figures: dict[str, float] = {}
         self._serve: Serve = no_engine
         self._policy_version = self._steps = 0
+        self._goes_on = False
         self._began = time.monotonic()
 
     # ---- the engine
@@ -455,15 +470,26 @@ class Attachment:
         engine, folder = self.engine, self.folder
         # The writer asks once more; but a companion removes the state that it finds.
         refuse_second_writer(folder)
-        plugin = start_or_resume(
-            lambda state: MedusaPlugin.start(self.config, actor, engine, folder, resume_from=state),
-            folder,
-            self._policy_version,
-        )
+
+        def start(state: str) -> MedusaPlugin:
+            self._goes_on = bool(state)
+            return MedusaPlugin.start(self.config, actor, engine, folder, resume_from=state)
+
+        plugin = start_or_resume(start, folder, self._policy_version)
         self._stack.callback(plugin.close)
         self.plugin = plugin
-        self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))
+        path = self.config.heads.path
+        # Those of a server may be untrained, and have a path all the same.
+        self._open_folder(untrained=not path or load_heads(path)[0].untrained)
         return plugin
+
+    def _open_folder(self, *, untrained: bool) -> None:
+        """Begin the run's report; a warning says if its heads, which begin untrained, have learned
+        nothing yet.
+        """
+        self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))
+        if untrained and not self._goes_on:
+            warn_of_untrained(self.config.heads)
 
     def updated(self, version: int) -> None:
         """Call this after the actor's optimizer step."""

@@ -44,7 +44,7 @@ from medusa_ppo.loops.attachment import (
 )
 from medusa_ppo.loops.passes import RowTap
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table
-from medusa_ppo.reports.store import RunWriter, refuse_second_writer
+from medusa_ppo.reports.store import refuse_second_writer
 from medusa_ppo.runtime.control_guard import GUARD, TOKEN, secret_of
 from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.processes import on_one_node
@@ -190,15 +190,16 @@ class RemoteAttachment(Attachment):
         engine, folder = self.engine, self.folder
         # Once more, because engines have started since.
         refuse_second_writer(folder)
-        self.plugin = start_or_resume(
-            lambda state: MedusaPlugin.start_from_tables(
+
+        def begin(state: str) -> MedusaPlugin:
+            self._goes_on = bool(state)
+            return MedusaPlugin.start_from_tables(
                 self.config, self._heads, self._tables, engine, folder, resume_from=state
-            ),
-            folder,
-            version,
-        )
+            )
+
+        self.plugin = start_or_resume(begin, folder, version)
         self._stack.callback(self.plugin.close)
-        self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))
+        self._open_folder(untrained=self._heads.untrained)
         # What engines have generated so far (warm-up, validation) is no rollout of this training.
         self._before = self.engine.counters()
 

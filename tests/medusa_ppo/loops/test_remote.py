@@ -337,6 +337,26 @@ def test_a_training_that_fails_is_recorded_as_failed_and_its_own_error_is_seen(
     assert plugin.closed, "no companion goes on"
 
 
+def test_heads_that_begin_untrained_say_so_and_those_that_go_on_do_not(
+    chain_actor: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(MedusaPlugin, "start_from_tables", lambda *args, **more: FullDisk())
+    config = build_config({"heads": {"num_heads": 2}})
+    loop = RemoteAttachment(config, str(chain_actor), tmp_path)
+    loop.attach(RemoteWorkers(), Counters)
+    loop.start()
+    assert "begin untrained" in caplog.text
+    caplog.clear()
+    state = tmp_path / "companion" / STATE_FILE
+    state.parent.mkdir()
+    state.write_bytes(b"a state")
+    loop.start(7)
+    assert "begin untrained" not in caplog.text
+
+
 class RestingPlugin:
     """Wants states of every second batch: 1,000."""
 
