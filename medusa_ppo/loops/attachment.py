@@ -668,7 +668,7 @@ class DraftingEngine:
 
     def __init__(
         self,
-        settings: Settings,
+        config: Settings,
         actor: nn.Module,
         model_path: str | Path,
         run_dir: str | Path,
@@ -678,7 +678,7 @@ class DraftingEngine:
         """Start Ray (if there is none), the engine and the companion.
 
         Args:
-            settings: only `heads`, `companion`, `engine` and `seed` are read. Set
+            config: only `heads`, `companion`, `engine` and `seed` are read. Set
                 `engine.max_num_seqs` and `engine.max_model_len` to the loop's own.
             actor: a transformers causal LM; the loop scores with `actor(input_ids=...,
                 attention_mask=...)`.
@@ -696,7 +696,7 @@ class DraftingEngine:
         """
         Ranks.refuse_several("DraftingEngine")
         self.plugin: AnyPlugin = NoPlugin()
-        self._config = config = read_settings(settings)
+        self._config = config = read_settings(config)
         self._actor = actor
         self._folder = Path(run_dir)
         self._tap: ForwardTap | None = None

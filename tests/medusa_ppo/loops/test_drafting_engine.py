@@ -169,6 +169,14 @@ def test_heads_are_fed_while_the_loop_runs(
     assert saved.config.num_heads == 2 and metadata.version >= 1
     assert not engine._actor._forward_hooks and not engine._actor._forward_pre_hooks
 
+    # Started again, as after a kill: what was learned is there, and drafts from its first step on.
+    with DraftingEngine(
+        config, load_actor(chain_actor), chain_actor, tmp_path / "run", step=5
+    ) as again:
+        (first,) = loop(again, again._actor, 1)
+    assert first[names.HEADS_VERSION] >= metadata.version
+    assert first[names.MAL_SERVING] > figures[0][names.MAL_SERVING] + 0.2
+
 
 @pytest.mark.slow
 @pytest.mark.engine
