@@ -591,7 +591,7 @@ def _sums(config: RunConfig, model: ModelSizes, tokens: int) -> int:
     each optimizer step sends them twice between all but one of the workers.
     """
     section = config.companion
-    steps = section.epochs * -(-_kept_tokens(config, model, tokens) // section.batch_positions)
+    steps = section.epochs * section.steps_of(_kept_tokens(config, model, tokens))
     return 2 * (section.workers - 1) * steps
 
 

@@ -147,9 +147,7 @@ class TrainingWorker:
         batch = self._states.batch(dealt[self._rank])
         before = self._trainer.state_dict()
         try:
-            report = self._trainer.train_batch(
-                batch, steps=self.plan.steps_of(dealt) if in_equal_steps(self._options) else None
-            )
+            report = self._trainer.train_batch(batch, steps=self.plan.steps_of(dealt))
         except BaseException:
             # A signal may have stopped it between two steps. Training will resume at the beginning
             # of the part, so the state must be that of its beginning.
