@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from medusa_ppo.contract.metrics import (
@@ -118,10 +118,8 @@ def serving_figures(
     choices of an engine that chooses K.
     """
     more: dict[str, Any] = {DRAFT_CHOICES: choices} if choices else {}
-    if counts := [sum(row["steps"]) for row in choices]:
-        # Each cell of running sequences is weighted by its number of steps.
-        weighted = sum(row["speedup"] * n for row, n in zip(choices, counts, strict=True))
-        more[DRAFT_SPEEDUP] = weighted / max(1, sum(counts))
+    if (speedup := mean_speedup(choices)) is not None:
+        more[DRAFT_SPEEDUP] = speedup
     if rollouts.engines:
         more[MAL_PER_ENGINE] = [share.counters.mean_acceptance_length for share in rollouts.engines]
         more[TOKENS_PER_ENGINE] = [share.generated_tokens for share in rollouts.engines]
@@ -131,6 +129,16 @@ def serving_figures(
         | {HEADS_VERSION: rollouts.heads_version, STALENESS: staleness}
         | counter_figures(rollouts)
     )
+
+
+def mean_speedup(choices: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean of the rows' speed-ups, each weighted by its number of steps. Rows without one, where
+    steps without drafts were not measured, are left out; None: all are.
+    """
+    known = [(row["speedup"], sum(row["steps"])) for row in choices if row["speedup"] is not None]
+    if not known:
+        return None
+    return sum(speedup * steps for speedup, steps in known) / max(1, sum(n for _, n in known))
 
 
 def companion_figures(status: CompanionStatus) -> dict[str, Any]:

@@ -46,10 +46,12 @@ MAL_SERVING = "mal_serving"
 ACCEPTANCE_PER_POSITION = "acceptance_per_position"
 """Accepted at position k / draft steps, from vLLM's counters."""
 DRAFT_CHOICES = "draft_choices"
-"""If K is chosen: decode steps by running sequences and drafts, and the speed-up of the choice.
+"""If K is chosen: decode steps by running sequences and drafts, and the speed-up of the choice (1:
+to draft nothing; null: steps without drafts were not measured).
 """
 DRAFT_SPEEDUP = "draft_speedup"
-"""If K is chosen: the engine's own estimate of the choice's tokens/s over those without drafts.
+"""If K is chosen: the engine's own estimate of the choice's tokens/s over those without drafts,
+which is never below 1.
 """
 DRAFTS = "drafts"
 """Draft steps counted by vLLM."""

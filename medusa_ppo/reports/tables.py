@@ -27,6 +27,10 @@ MIB = 1024**2
 VERSIONS_FIRST, VERSIONS_LAST = 50, 250
 """Versions beyond these two numbers are cut from the middle, or the table would dominate the page.
 """
+LEAST_DRAFTED = 0.05
+"""Where fewer of the steps have drafts, what one costs can't be told: the pairs' noise is divided
+by this share.
+"""
 
 WORTH_PHASES = {
     STEP_S: "a whole PPO step",
@@ -461,16 +465,18 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
     elif most:
         where += f", with at most {most} sequences at once"
     text = f"{'Worth it' if speed >= 1 else 'Not worth it'} for rollouts {where}: "
-    text += (
-        f"{w.ratio(speed)} at {w.length(accepted)} tokens an engine step; it pays above"
-        # A draft step costs as much as accepted / speed plain steps, so below that many tokens it
-        # is slower.
-        f" {w.length(accepted / speed)}."
-    )
+    text += f"{w.ratio(speed)} at {w.length(accepted)} tokens an engine step"
+    if share := some_drafted(summary):
+        text += f" with drafts ({share} of all)"
+    drafted = summary["drafted_frac"]
+    # A draft step costs as much as this many plain steps, so with fewer tokens it is slower.
+    price = _draft_step_price(accepted, speed, 1.0 if drafted is None else drafted)
+    text += "." if price is None else f"; it pays above {w.length(price)}."
     rows = [(row.running, row.speedup) for row in choice_rows(run) if row.speedup is not None]
     for verb, running in (
-        ("pays", [running for running, ratio in rows if ratio >= 1]),
-        ("does not pay", [running for running, ratio in rows if ratio < 1]),
+        # At exactly 1 the engine chose to draft nothing.
+        ("pays", [running for running, ratio in rows if ratio > 1]),
+        ("does not pay", [running for running, ratio in rows if ratio <= 1]),
     ):
         text += (
             f" By the engine's own clock it {verb} with {', '.join(running)} running."
@@ -493,6 +499,16 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
         " as long, a step would take "
     )
     return f"{text}{w.more_time(twice)} with the plugin (by arithmetic on the middle pair)."
+
+
+def _draft_step_price(accepted: float, speed: float, drafted: float) -> float | None:
+    """How many plain steps a step with drafts costs, if this share of the steps has drafts and
+    writes `accepted` tokens; None if too few have.
+    """
+    if drafted < LEAST_DRAFTED:
+        return None
+    tokens = 1.0 + drafted * (accepted - 1.0)
+    return (tokens / speed - (1.0 - drafted)) / drafted
 
 
 def reason_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.reports.run_files import Run, read_run
 from medusa_ppo.reports.summary import build_summary
 from medusa_ppo.reports.tables import advice, render_markdown, summary_rows, verdict
@@ -86,10 +87,10 @@ def test_the_advice_says_when_drafting_pays_and_what_would_change_it() -> None:
     text = advice(alone, build_summary(alone))
     assert text.startswith(
         "Worth it for rollouts of this run, with at most 8 sequences at once:"
-        " \N{MULTIPLICATION SIGN}1.30 at 2.60"
+        " \N{MULTIPLICATION SIGN}1.30 at 2.60 tokens an engine step with drafts (50 % of all)"
     )
     assert (
-        "it pays above 2.00." in text
+        "it pays above 1.77." in text
         and "it pays with 1 running." in text
         and "it does not pay with 8 to 15 running." in text
     )
@@ -104,7 +105,7 @@ def test_the_advice_says_when_drafting_pays_and_what_would_change_it() -> None:
     )
     text = advice(whole, build_summary(whole))
     assert (
-        text.startswith("Not worth it for rollouts of this run: ") and "it pays above 2.89." in text
+        text.startswith("Not worth it for rollouts of this run: ") and "it pays above 3.00." in text
     )
     assert "Generation is 40 % of a step without the plugin" in text
     assert (
@@ -115,6 +116,42 @@ def test_the_advice_says_when_drafting_pays_and_what_would_change_it() -> None:
     assert (
         advice(Run(Path("r"), ({"step": 0},)), build_summary(Run(Path("r"), ({"step": 0},)))) == ""
     )
+
+
+def test_drafting_pays_only_where_the_engine_chose_to_draft() -> None:
+    chooser = DraftChooser(4)
+    for drafts in range(5):
+        for _ in range(20):
+            chooser.observe_step(64, drafts, 0.01 * (1 + drafts))
+    chooser.observe_acceptance([4] * 200, [1] * 200)
+    for _ in range(100):
+        drafts = chooser.choose(64)
+        chooser.observe_step(64, drafts, 0.01 * (1 + drafts))
+    # With 8 sequences steps without drafts were never measured.
+    for _ in range(5):
+        chooser.observe_step(8, 4, 0.005)
+    step = {"step": 0, "drafts": 10, "accepted": 10, "draft_choices": chooser.take_report()}
+    run = Run(Path("r"), (step | {"pair_speedup": 0.9},))
+    text = advice(run, build_summary(run))
+    assert "it does not pay with 64 to 127 running." in text
+    assert "it pays with" not in text and "8 to 15" not in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "speed", "price"),
+    [([940, 0, 60], 1.03, "2.46"), ([940, 0, 60], 0.97, "3.58"), ([960, 0, 40], 1.03, "")],
+)
+def test_what_a_draft_step_costs_is_told_from_the_steps_that_had_drafts(
+    steps: list[int], speed: float, price: str
+) -> None:
+    """A step writes 1.12 tokens on average: 3 where it has drafts, else 1."""
+    choices = [{"running": 64, "steps": steps, "speedup": None}]
+    step = {"step": 0, "drafts": 60, "accepted": 120, "draft_choices": choices}
+    run = Run(Path("r"), (step | {"pair_speedup": speed},))
+    text = advice(run, build_summary(run))
+    said = f"; it pays above {price}." if price else "."
+    share = wording.percent(sum(steps[1:]) / 1000)
+    assert f"at 3.00 tokens an engine step with drafts ({share} of all){said} " in text
 
 
 def test_names_can_not_break_the_table() -> None:
