@@ -198,12 +198,16 @@ def lengths_over_frozen(status: CompanionStatus) -> dict[int, float]:
 
 def seconds_saved(rollouts: Rollouts, lengths: Mapping[int, float]) -> float:
     """Seconds of generation that the first published heads would have needed beyond those of the
-    serving ones: more engine steps, each of which takes as long. 0 without drafts, and before both
-    are judged.
+    serving ones: more of the steps with drafts, each as long as a step is on average. 0 without
+    drafts, and before both are judged.
 
     Args:
         lengths: what `lengths_over_frozen` said so far.
     """
-    if not rollouts.counters.drafts:
+    counters = rollouts.counters
+    if not counters.drafts:
         return 0.0
-    return rollouts.seconds * (lengths.get(rollouts.heads_version, 1.0) - 1.0)
+    # Each step of a request writes one token, and those drafts that were accepted.
+    request_steps = max(counters.drafts, rollouts.generated_tokens - counters.accepted)
+    drafted_s = rollouts.seconds * counters.drafts / request_steps
+    return drafted_s * (lengths.get(rollouts.heads_version, 1.0) - 1.0)

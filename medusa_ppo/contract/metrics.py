@@ -205,7 +205,9 @@ COMPANION_TRAIN_S = "companion_train_s"
 COMPANION_HIDDEN_S = "companion_hidden_s"
 """Of these, seconds in which no hook waited for it."""
 COMPANION_SAVED_S = "companion_saved_s"
-"""Seconds of generation saved, compared with the first published heads, by replay."""
+"""Seconds of generation saved in steps with drafts, compared with the first published heads, by
+replay.
+"""
 COMPANION_LOST_S = "companion_lost_s"
 """Seconds that the companion took from the loop: in hooks, and on shared cores or devices."""
 COMPANION_TAKEN = "companion_taken_frac"

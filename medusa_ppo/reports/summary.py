@@ -155,7 +155,8 @@ SUMMARY_KEYS: dict[str, str] = {
     "companion.hidden_s": "Of these, seconds in which no hook of the loop waited for it.",
     "companion.exposed_s": "Seconds the loop spent inside the plugin's hooks.",
     "companion.saved_s": (
-        "Seconds of generation saved, compared with the first published heads, by replay."
+        "Seconds of generation saved in steps with drafts, compared with the first published heads,"
+        " by replay."
     ),
     "companion.lost_s": (
         "Seconds that the companion took from the loop: in hooks, and on shared cores or devices."

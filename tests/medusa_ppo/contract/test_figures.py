@@ -46,6 +46,8 @@ def test_what_training_saved_is_what_its_first_heads_would_have_taken_longer() -
     assert seconds_saved(written(4), {3: 1.1}) == pytest.approx(0.6)
     assert seconds_saved(written(4), {3: 0.9}) == pytest.approx(-0.6)
     assert seconds_saved(written(0), {3: 1.1}) == 0, "nothing was drafted"
+    # One draft step and nine without drafts, in which no heads would have been faster.
+    assert seconds_saved(written(1), {3: 1.1}) == pytest.approx(0.06)
     assert seconds_saved(written(4), {2: 1.1}) == 0, "these were never judged"
 
 
