@@ -122,6 +122,8 @@ class Cycle:
         followed: versions that were compared with the previous one on later batches; `fell_back`:
             those of them that were significantly worse.
         rows: replay estimates of the heads in ROWS on the last judged holdout.
+        replayed_version, replayed_policy_version: number of the serving heads in `rows`, which a
+            verdict may have replaced since, and version of the actor that wrote the holdout.
         trainer: trains, and has the actor's tables.
         passes, positions_frac: passes over the last batch, and the share of its positions that were
             trained on.
@@ -169,6 +171,7 @@ class Cycle:
         self.serving = _copy(self.trainer.heads)
         self.frozen: MedusaHeads | None = None
         self.rows: dict[str, ReplayRow | None] = {}
+        self.replayed_version = self.replayed_policy_version = -1
         self.last_loss = math.nan
         self.last_losses: tuple[float, ...] = ()
         self.passes = self.positions_frac = self.gain = 0.0
@@ -320,6 +323,8 @@ class Cycle:
     def _judge(self, holdout: RolloutBatch) -> Verdict:
         """Apply the gate's verdict."""
         self._unjudged_rows = 0
+        self.replayed_version = self.version
+        self.replayed_policy_version = holdout.policy_version
         fault = find_fault(self.trainer.heads, self.serving) or find_fault(
             self.candidate, self.serving
         )  # The running mean may keep it small.
@@ -505,6 +510,9 @@ class Cycle:
             state["last_losses"] = torch.tensor(
                 [self.last_loss, *self.last_losses], dtype=torch.float64
             )
+        state["replayed"] = torch.tensor(
+            [self.replayed_version, self.replayed_policy_version], dtype=torch.int64
+        )
         for name, row in self.rows.items():
             if row is not None:
                 state[f"rows.{name}"] = torch.tensor(
@@ -555,6 +563,12 @@ class Cycle:
             state["last_losses"].tolist() if "last_losses" in state else [math.nan]
         )
         self.last_losses = tuple(losses)
+        # Earlier releases' states lack it; they say whether the verdict published.
+        self.replayed_version, self.replayed_policy_version = (
+            state["replayed"].tolist()
+            if "replayed" in state
+            else [self.version - bool(self.fresh), self.last_policy_version]
+        )
         rows = {name: value.tolist() for name, value in under(state, "rows.").items()}
         self.rows = {
             name: ReplayRow(values[0], tuple(values[1:]))

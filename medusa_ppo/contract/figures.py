@@ -34,6 +34,7 @@ from medusa_ppo.contract.metrics import (
     POLICY_VERSION,
     REPLAY_CANDIDATE,
     REPLAY_FROZEN,
+    REPLAY_HEADS_VERSION,
     REPLAY_POLICY_VERSION,
     REPLAY_SERVING,
     RESPONSE_LENGTH,
@@ -50,7 +51,13 @@ if TYPE_CHECKING:
     from medusa_ppo.contract.rollouts import Rollouts
     from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
 
-REPLAYED = (REPLAY_SERVING, REPLAY_CANDIDATE, REPLAY_FROZEN, REPLAY_POLICY_VERSION)
+REPLAYED = (
+    REPLAY_SERVING,
+    REPLAY_CANDIDATE,
+    REPLAY_FROZEN,
+    REPLAY_HEADS_VERSION,
+    REPLAY_POLICY_VERSION,
+)
 """What the companion's last judgement gave."""
 
 
@@ -164,7 +171,8 @@ def companion_figures(status: CompanionStatus) -> dict[str, Any]:
     if status.last_loss == status.last_loss:
         values[COMPANION_LOSS] = status.last_loss
     if status.serving is not None:
-        values[REPLAY_POLICY_VERSION] = status.last_policy_version
+        values[REPLAY_HEADS_VERSION] = status.replayed_version
+        values[REPLAY_POLICY_VERSION] = status.replayed_policy_version
     rows = [
         (REPLAY_SERVING, status.serving),
         (REPLAY_CANDIDATE, status.candidate),

@@ -62,11 +62,17 @@ MAL_PER_ENGINE = "mal_per_engine"
 TOKENS_PER_ENGINE = "generated_tokens_per_engine"
 """Response tokens of each engine of a pool."""
 REPLAY_SERVING = "replay_mal_serving"
-"""Replay estimate of the serving heads on this step's holdout."""
+"""Replay estimate of the serving heads on the holdout that was judged last, which is repeated until
+the next one; replay_heads_version says which heads these were.
+"""
 REPLAY_CANDIDATE = "replay_mal_candidate"
-"""Replay estimate of the newly trained heads on this step's holdout."""
+"""Replay estimate of the newly trained heads on the same holdout."""
 REPLAY_FROZEN = "replay_mal_frozen"
-"""Replay estimate of the first published heads on this step's holdout."""
+"""Replay estimate of the first published heads on the same holdout."""
+REPLAY_HEADS_VERSION = "replay_heads_version"
+"""Version of the serving heads when that holdout was judged; if they were replaced by it,
+heads_version is a later one.
+"""
 REPLAY_POLICY_VERSION = "replay_policy_version"
 """Version of the actor whose rollouts the replay estimates were made on."""
 

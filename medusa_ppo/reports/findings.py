@@ -13,7 +13,7 @@ from typing import Any
 from medusa_ppo.contract import metrics as m
 from medusa_ppo.reports.expected_speed import expected_speed
 from medusa_ppo.reports.run_files import KILLED, NONFINITE, Run, number
-from medusa_ppo.reports.summary import first_last, mean, window_steps
+from medusa_ppo.reports.summary import first_last, judgements, mean, window_steps
 from medusa_ppo.runtime import wording as w
 
 STALE_UPDATES = 5
@@ -263,9 +263,9 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
     lengths = summary["mean_acceptance_length"]
     gain = lengths["gain"]
     error = lengths["gain_standard_error"]
-    # Two standard errors: replay on a small holdout fluctuates. The last term prevents a warning
-    # about equal heads because of rounding.
-    if gain is not None and gain < -2 * (error if error is not None else 0.0) - 1e-9:
+    # Two standard errors: replay on a small holdout fluctuates, and one holdout alone says nothing.
+    # The last term prevents a warning about equal heads because of rounding.
+    if gain is not None and error is not None and gain < -2 * error - 1e-9:
         figures = f"{w.length(lengths['serving_replay'])} against {w.length(lengths['frozen'])}"
         text = f"The serving heads are worse than the frozen ones by replay ({figures})."
         yield Finding(
@@ -310,7 +310,7 @@ def _nothing_is_better(run: Run, window: int) -> bool:
     """
     judged = [
         (serving, candidate)
-        for step in run.steps[-window:]
+        for step in judgements(run.steps[-window:])
         if (serving := number(step.get(m.REPLAY_SERVING))) is not None
         and (candidate := number(step.get(m.REPLAY_CANDIDATE))) is not None
     ]

@@ -13,6 +13,7 @@ from medusa_ppo.reports.plain_words import only_first_version, some_drafted
 from medusa_ppo.reports.run_files import Run, number
 from medusa_ppo.reports.summary import (
     STEP_S,
+    judgements,
     ledger_rows,
     mean,
     mean_acceptance_length,
@@ -362,7 +363,7 @@ VERSION_COLUMNS: tuple[tuple[str, Callable[[Any], str], str], ...] = (
         "Maximum policy updates since their last training batch while they served",
     ),
     ("engine", w.length, "Tokens per engine step, counted by vLLM while they served"),
-    ("replay", w.length, "Tokens per engine step by replay while they served"),
+    ("replay", w.length, "Tokens per engine step by replay, when they were judged as serving"),
     ("frozen", w.length, "The same replay for the first published heads"),
     ("gain", w.signed, "Replay minus frozen"),
 )
@@ -522,17 +523,27 @@ def reason_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
 def version_rows(run: Run) -> list[VersionRow]:
     """One row per stretch of steps with the same version, oldest first."""
     known = [step for step in run.steps if number(step.get(m.HEADS_VERSION)) is not None]
+    judged = judgements(run.steps)
+
+    def judgements_of(version: float, stretch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        # The judgement by which heads are replaced stands in a step of their successors.
+        found = [step for step in judged if number(step.get(m.REPLAY_HEADS_VERSION)) == version]
+        # Lines of earlier releases don't say which heads were judged.
+        return found or [step for step in stretch if m.REPLAY_HEADS_VERSION not in step]
+
     return [
-        _version_row(int(version), list(steps))
+        _version_row(int(version), stretch := list(steps), judgements_of(version, stretch))
         # Neighbours only: heads that were put back after an alarm form a separate stretch.
         for version, steps in groupby(known, key=lambda step: step[m.HEADS_VERSION])
     ]
 
 
-def _version_row(version: int, steps: Sequence[dict[str, Any]]) -> VersionRow:
+def _version_row(
+    version: int, steps: Sequence[dict[str, Any]], judged: Sequence[dict[str, Any]]
+) -> VersionRow:
     policy = number(steps[0].get(m.POLICY_VERSION))
     age = number(steps[0].get(m.STALENESS))
-    both = replay_pairs(steps)
+    both = replay_pairs(judged)
     replay = mean([serving for serving, _ in both])
     frozen = mean([frozen for _, frozen in both])
     return VersionRow(

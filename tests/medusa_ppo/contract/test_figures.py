@@ -63,6 +63,17 @@ def test_what_a_verdict_published_is_as_good_as_it_was_judged() -> None:
     assert lengths_over_frozen(CompanionStatus(versions_published=3, fresh=True)) == {}
 
 
+def test_replay_estimates_say_whose_they_are() -> None:
+    """A verdict that publishes replaces the heads that it judged as serving ones."""
+    judged = {"serving": row(3.98), "candidate": row(4.14), "frozen": row(3.95)}
+    versions = {"replayed_version": 3, "replayed_policy_version": 11, "last_policy_version": 12}
+    values = companion_figures(
+        CompanionStatus(versions_published=4, fresh=True, **judged, **versions)
+    )
+    assert (values[names.REPLAY_HEADS_VERSION], values[names.REPLAY_POLICY_VERSION]) == (3, 11)
+    assert names.REPLAY_HEADS_VERSION not in companion_figures(CompanionStatus())
+
+
 def written(drafts: int) -> Rollouts:
     response = Response(0, (1,) * 12, (0.0,) * 12, "length")
     counters = Counters(drafts=drafts, accepted=2 * drafts)

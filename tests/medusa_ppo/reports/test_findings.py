@@ -52,6 +52,19 @@ def test_a_healthy_run_has_no_warning(runs: Path, name: str) -> None:
     assert codes(read_run(runs / name)) == []
 
 
+def test_one_noisy_judgement_is_no_proof_however_often_it_stands_in_the_lines() -> None:
+    """A companion that rests judges nothing new, and each step repeats its last estimates."""
+    judged = {"replay_mal_serving": 2.40, "replay_mal_candidate": 2.40, "replay_mal_frozen": 2.41}
+    run = make(*[{**judged, "heads_version": 3, "versions_published": 3}] * 80)
+    lengths = build_summary(run)["mean_acceptance_length"]
+    assert (lengths["replay_steps"], lengths["gain_standard_error"]) == (1, None)
+    assert codes(run) == []
+    # Estimates that happen to be equal, of two batches.
+    batches = [{**judged, "replay_heads_version": 3, "replay_policy_version": n} for n in (7, 8)]
+    run = make(*[{}] * 6, *batches)
+    assert build_summary(run)["mean_acceptance_length"]["replay_steps"] == 2
+
+
 CASES: dict[str, Run] = {
     "failed": make(status="failed", extras={"error": "no memory"}),
     "interrupted": make({}, status="interrupted"),
@@ -73,7 +86,11 @@ CASES: dict[str, Run] = {
     "plugin_did_not_pay": make(
         {}, comparison={"steps": [{"with": {"step_s": 11.0}, "without": {"step_s": 10.0}}]}
     ),
-    "worse_than_frozen": make({"replay_mal_serving": 1.4, "replay_mal_frozen": 1.6}),
+    "worse_than_frozen": make(
+        *[{}] * 6,
+        {"replay_mal_serving": 1.4, "replay_mal_frozen": 1.6},
+        {"replay_mal_serving": 1.39, "replay_mal_frozen": 1.6},
+    ),
     "stale_heads": make(drafted(2.0), drafted(1.6, staleness=6)),
     "versions_worse": make({"versions_followed": 6, "versions_worse": 2}),
     "companion_stopped": make(

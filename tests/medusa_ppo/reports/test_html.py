@@ -232,6 +232,25 @@ def test_versions_are_rows_and_flags(runs: Path) -> None:
     assert len(kept) + left_out == 200 * len(rows) and len(kept) == 300
 
 
+def test_estimates_belong_to_the_heads_that_were_judged() -> None:
+    """The judgement that publishes version 4 is of version 3, and stands in a step of 4."""
+    steps = [
+        {"step": 0, "heads_version": 3},
+        {"step": 1, "heads_version": 4, "replay_mal_serving": 3.98, "replay_heads_version": 3},
+        {"step": 2, "heads_version": 4, "replay_mal_serving": 4.10, "replay_heads_version": 4},
+    ]
+    for step in steps[1:]:
+        step |= {"replay_mal_candidate": 4.2, "replay_mal_frozen": 3.8, "versions_published": 4}
+    rows = version_rows(Run(Path("r"), tuple(steps)))
+    assert [(row.version, row.replay) for row in rows] == [(3, 3.98), (4, 4.10)]
+    old = [
+        {name: value for name, value in step.items() if name != "replay_heads_version"}
+        for step in steps
+    ]
+    rows = version_rows(Run(Path("r"), tuple(old)))
+    assert [row.replay for row in rows] == [None, pytest.approx(4.04)], "these lines don't say"
+
+
 def test_the_rest_of_a_step_is_what_no_phase_accounts_for() -> None:
     steps = (
         {"step": 0, "wall_s": 5.0},
@@ -443,6 +462,12 @@ def test_heads_that_the_first_version_has_replaced_are_not_called_by_its_name(
     # A companion that nobody waits for: the batch judged last is older than the step.
     early = {**served, **judged, "policy_version": 4, "replay_policy_version": 3}
     late = {**served, "step": 5, "policy_version": 5, "replay_policy_version": 4}
+    for last, expected in (((early,), None), ((early, late), 1.6)):
+        summary = build_summary(Run(tmp_path, (*steps, *last)))
+        assert summary["mean_acceptance_length"]["frozen"] == expected
+    # Lines that name the heads that were judged need no such inference.
+    early |= {"replay_heads_version": 0}
+    late |= {"replay_heads_version": 1}
     for last, expected in (((early,), None), ((early, late), 1.6)):
         summary = build_summary(Run(tmp_path, (*steps, *last)))
         assert summary["mean_acceptance_length"]["frozen"] == expected
