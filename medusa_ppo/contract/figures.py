@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from medusa_ppo.contract.metrics import (
     ACCEPTANCE_PER_POSITION,
     ACCEPTED,
+    ACCEPTED_PER_ENGINE,
     COMPANION_DROPPED,
     COMPANION_GPU,
     COMPANION_LEFT_OUT,
@@ -23,6 +24,7 @@ from medusa_ppo.contract.metrics import (
     DRAFT_CHOICES,
     DRAFT_SPEEDUP,
     DRAFTS,
+    DRAFTS_PER_ENGINE,
     GENERATE_S,
     HEADS_VERSION,
     LOGGED,
@@ -129,6 +131,8 @@ def serving_figures(
         more[DRAFT_SPEEDUP] = speedup
     if rollouts.engines:
         more[MAL_PER_ENGINE] = [share.counters.mean_acceptance_length for share in rollouts.engines]
+        more[DRAFTS_PER_ENGINE] = [share.counters.drafts for share in rollouts.engines]
+        more[ACCEPTED_PER_ENGINE] = [share.counters.accepted for share in rollouts.engines]
         more[TOKENS_PER_ENGINE] = [share.generated_tokens for share in rollouts.engines]
     staleness = rollouts.policy_version - (serving.policy_version if serving else 0)
     return (

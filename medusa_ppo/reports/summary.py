@@ -87,7 +87,8 @@ SUMMARY_KEYS: dict[str, str] = {
         "Accepted at position 1..K / draft steps, from vLLM's counters over the last window."
     ),
     "mal_per_engine": (
-        "Mean acceptance length of each engine of a pool, over the last window's steps in which it"
+        "Tokens per engine step of each engine of a pool, from its counters over the last window: 1"
+        " + accepted / draft steps. Of runs of earlier releases the mean of the steps in which it"
         " generated."
     ),
     "rollout_speedup": (
@@ -389,7 +390,25 @@ def acceptance_per_position(steps: Sequence[dict[str, Any]]) -> list[float] | No
 
 
 def mal_per_engine(steps: Sequence[dict[str, Any]]) -> list[float | None] | None:
-    """Each engine's mean over the steps in which it generated something; None without a pool."""
+    """Each engine's 1 + accepted / draft steps over these steps, None for one that drafted nothing;
+    None without a pool.
+    """
+    counted: dict[int, list[dict[str, float]]] = {}
+    for step in steps:
+        drafts = numbers(step.get(m.DRAFTS_PER_ENGINE)) or []
+        accepted = numbers(step.get(m.ACCEPTED_PER_ENGINE)) or []
+        # A damaged line may have lists of different lengths.
+        for index, (some, taken) in enumerate(zip(drafts, accepted, strict=False)):
+            counted.setdefault(index, []).append({m.DRAFTS: some, m.ACCEPTED: taken})
+    if not counted:
+        return _mean_per_engine(steps)
+    return [mean_acceptance_length(counted[index]) for index in sorted(counted)]
+
+
+def _mean_per_engine(steps: Sequence[dict[str, Any]]) -> list[float | None] | None:
+    """The mean of the steps in which an engine generated something, of lines of earlier releases,
+    which lack its counters.
+    """
     lengths: dict[int, list[float]] = {}
     engines = 0
     for step in steps:

@@ -27,8 +27,8 @@ def make(*steps: dict[str, Any], status: str = "finished", unreadable: int = 0, 
 def drafted(mal: float, version: int = 1, **more: Any) -> dict[str, Any]:
     return {
         "mal_serving": mal,
-        "drafts": 100,
-        "accepted": round(100 * (mal - 1)),
+        "drafts": 200,
+        "accepted": round(200 * (mal - 1)),
         "heads_version": version,
         **more,
     }
@@ -63,6 +63,27 @@ def test_one_noisy_judgement_is_no_proof_however_often_it_stands_in_the_lines() 
     batches = [{**judged, "replay_heads_version": 3, "replay_policy_version": n} for n in (7, 8)]
     run = make(*[{}] * 6, *batches)
     assert build_summary(run)["mean_acceptance_length"]["replay_steps"] == 2
+
+
+def test_a_handful_of_drafts_does_not_break_a_swap() -> None:
+    """An engine that chooses to draft nothing has only the drafts of its trials."""
+    counted = [(2, 4, 1), (3, 0, 2), (2, 5, 3), (2, 0, 4)]
+    trials = [
+        {"drafts": n, "accepted": good, "heads_version": version, "mal_serving": 1 + good / n}
+        for n, good, version in counted
+    ]
+    assert "broken_swap" not in codes(make(*trials))
+    few = [{"drafts": 50, "accepted": accepted, "heads_version": 1} for accepted in (0, 60, 60)]
+    few += [{"drafts": 50, "accepted": 60, "heads_version": 1}] * 2
+    fallen = [{"drafts": 100, "accepted": 0, "heads_version": 2}] * 2
+    assert codes(make(*few, *fallen)).count("broken_swap") == 1, "200 before and after, in all"
+    assert "broken_swap" not in codes(make(*few, *fallen[:1]))
+
+
+def test_of_many_broken_swaps_some_are_named_and_the_rest_counted() -> None:
+    run = make(*(drafted(1.05 if n % 2 else 2.0, version=n) for n in range(1, 14)))
+    texts = [f.text for f in find(run, build_summary(run)) if f.code == "broken_swap"]
+    assert len(texts) == 4 and texts[-1] == "It fell like that after 3 more version(s)."
 
 
 CASES: dict[str, Run] = {
