@@ -609,7 +609,13 @@ class ModelSizes:
     @property
     def cache_elements(self) -> int:
         """Size of the keys and values of one token."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        return self.cache_elements_of_rank(1)
+
+    def cache_elements_of_rank(self, ranks: int) -> int:
+        """What each of so many tensor-parallel ranks has of them: at least one key head, which
+        several have where there are more ranks than key heads.
+        """
+        return 2 * self.layers * max(1, self.kv_heads // ranks) * self.head_dim
 
 
 def _first(values: Mapping[str, Any], *names: str) -> int:
