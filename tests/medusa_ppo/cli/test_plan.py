@@ -32,6 +32,7 @@ from medusa_ppo.cli.plan import (
     LOGITS,
     ON_HOST,
     PROCESS_BYTES,
+    Plan,
     companion_parts,
     heads_parameters,
     hidden_bytes,
@@ -189,6 +190,25 @@ def test_a_plan_adds_up(folder: Path) -> None:
         and "'big'" in engine.where
         and engine.parts["weights"] == plan.processes[1].parts["weights"] // 4
     )
+
+
+def test_all_ranks_of_an_engine_are_counted(folder: Path) -> None:
+    """Two engines of 8 ranks were counted as two GPUs' memory of the sixteen."""
+
+    def planned(**extra: int) -> Plan:
+        engine = {"dtype": "float32", "replicas": 2, "extra": extra}
+        return make_plan(build_config({"model": {"path": str(folder)}, "engine": engine}), GPUS)
+
+    one, four = planned(), planned(tensor_parallel_size=4)
+    engine = one.processes[1]
+    kv_heads = one.model.kv_heads
+    copies = 2 * (4 - 1) * engine.parts["heads"]
+    copies += 2 * (4 // kv_heads - 1) * engine.parts["keys and values"]
+    assert four.memory - one.memory == pytest.approx(copies, abs=16)
+    assert " a rank " in next(line for line in lines(four) if "engine of 4 ranks" in line)
+    # Ranks of data parallelism have the whole model.
+    two = planned(data_parallel_size=2)
+    assert two.memory - one.memory == 2 * engine.memory
 
 
 def test_sampled_positions_and_a_gpu_that_is_left_alone(folder: Path) -> None:

@@ -333,7 +333,7 @@ def test_each_engine_of_a_pool_has_its_acceptance():
 
 
 def test_an_engine_is_as_good_as_all_its_draft_steps() -> None:
-    """In its second step the first engine chose to draft nothing, and that is no acceptance of 1."""
+    """In its second step the first engine chose to draft nothing: that is no acceptance of 1."""
     steps = [
         {
             "mal_per_engine": [3.0, 3.0],
