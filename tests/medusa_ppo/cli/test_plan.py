@@ -21,6 +21,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 from heads.errors import ModelError
@@ -52,6 +53,7 @@ from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.role_memory import RANK
 from medusa_ppo.runtime.hardware import (
+    TIED_BY_DEFAULT,
     Hardware,
     ModelSizes,
     assumed_hardware,
@@ -111,6 +113,14 @@ def test_older_families_within_two_percent() -> None:
     assert ModelSizes.from_config(model.config.to_dict()).parameters == pytest.approx(
         sum(p.numel() for p in model.parameters()), rel=0.02
     )
+
+
+@pytest.mark.parametrize("family", [*TIED_BY_DEFAULT, "llama", "mistral", "qwen2", "qwen3", "phi"])
+def test_a_file_that_says_nothing_of_the_tables_has_the_familys(family: str) -> None:
+    """transformers leaves a family's default out of the file."""
+    config = CONFIG_MAPPING[family]()
+    tied = bool(getattr(config, "text_config", config).tie_word_embeddings)
+    assert ModelSizes.from_config({**SMALL, "model_type": family}).tied == tied
 
 
 def test_what_can_not_be_planned_is_refused() -> None:
