@@ -386,13 +386,15 @@ def choice_rows(run: Run) -> list[ChoiceRow]:
     steps: dict[int, list[int]] = {}
     speedup: dict[int, float | None] = {}
     for row in run.draft_choices():
-        # Rows end with the largest K that was chosen, so they differ in length.
+        # A run that was resumed may draft more tokens than before, so rows may differ in length.
         both = zip_longest(steps.get(row["running"], []), row["steps"], fillvalue=0)
         steps[row["running"]] = [before + now for before, now in both]
         # The engine's last estimate, which knows most; earlier ones are not averaged in.
         speedup[row["running"]] = row["speedup"]
     rows = []
+    longest = max(map(len, steps.values()), default=0)
     for running, counts in sorted(steps.items()):
+        counts += [0] * (longest - len(counts))
         # Cells double in size: the number is the smallest of its cell.
         label = "1" if running == 1 else f"{running} to {2 * running - 1}"
         total = sum(counts)
@@ -415,12 +417,13 @@ def worth_rows(run: Run, summary: dict[str, Any]) -> list[tuple[str, ...]]:
     pairs, against = speed_pairs(run)
     # Pairs on the run's own engine don't show what a user would have without the plugin.
     if against == "vllm":
-        speed = summary["tokens_per_s"]
+        drafting, plain = (summary["tokens_per_s"][side] for side in ("drafting", "plain"))
         spread = summary["rollout_speedup_pairs"]
         figures = (
-            w.whole(speed["drafting"]),
-            w.whole(speed["plain"]),
-            w.ratio(summary["rollout_speedup"]),
+            w.whole(drafting),
+            w.whole(plain),
+            # Of this pair, as in the rows below; the summary has the median of all pairs.
+            w.ratio(drafting / plain if drafting and plain else summary["rollout_speedup"]),
         )
         rows.append(
             (

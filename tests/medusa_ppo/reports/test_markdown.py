@@ -9,7 +9,14 @@ import pytest
 from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.reports.run_files import Run, read_run
 from medusa_ppo.reports.summary import build_summary
-from medusa_ppo.reports.tables import advice, render_markdown, summary_rows, verdict
+from medusa_ppo.reports.tables import (
+    advice,
+    choice_rows,
+    render_markdown,
+    summary_rows,
+    verdict,
+    worth_rows,
+)
 from medusa_ppo.runtime import wording
 
 
@@ -152,6 +159,32 @@ def test_what_a_draft_step_costs_is_told_from_the_steps_that_had_drafts(
     said = f"; it pays above {price}." if price else "."
     share = wording.percent(sum(steps[1:]) / 1000)
     assert f"at 3.00 tokens an engine step with drafts ({share} of all){said} " in text
+
+
+def test_a_row_of_the_comparison_is_one_pair() -> None:
+    """Of an even number of pairs the upper one, with its own ratio and not that of two."""
+    pairs = [
+        {
+            "pair_drafting_tokens_per_s": tokens,
+            "pair_plain_tokens_per_s": 1000,
+            "pair_speedup": tokens / 1000,
+        }
+        for tokens in (1000, 1100, 1500, 1600)
+    ]
+    run = Run(Path("r"), ({"step": 0},), {"comparison": {"rollouts": pairs}})
+    summary = build_summary(run)
+    assert summary["rollout_speedup"] == 1.3
+    (row,) = worth_rows(run, summary)
+    assert row[1:4] == ("1,500", "1,000", wording.ratio(1.5))
+
+
+def test_a_resumed_run_may_draft_more_than_before() -> None:
+    steps = [
+        {"step": 0, "draft_choices": [{"running": 1, "steps": [5, 5], "speedup": 1.2}]},
+        {"step": 1, "draft_choices": [{"running": 8, "steps": [5, 0, 0, 5], "speedup": 1.1}]},
+    ]
+    rows = choice_rows(Run(Path("r"), tuple(steps)))
+    assert [row.shares for row in rows] == [[0.5, 0.5, 0, 0], [0.5, 0, 0, 0.5]]
 
 
 def test_names_can_not_break_the_table() -> None:
