@@ -169,8 +169,8 @@ def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
         " checks the engine."
     )
     broken = list(_broken_swaps(run))
-    for version, step, old, new in broken[:MOST_SWAPS]:
-        swap = f"after heads version {version} came in (step {step}: {old:.2f} to {new:.2f})"
+    for version, first, old, new in broken[:MOST_SWAPS]:
+        swap = f"after heads version {version} came in (step {first}: {old:.2f} to {new:.2f})"
         yield Finding("broken_swap", f"Acceptance fell to almost nothing {swap}.", do)
     if more := len(broken[MOST_SWAPS:]):
         yield Finding("broken_swap", f"It fell like that after {more} more version(s).", do)

@@ -393,8 +393,8 @@ def choice_rows(run: Run) -> list[ChoiceRow]:
         speedup[row["running"]] = row["speedup"]
     rows = []
     longest = max(map(len, steps.values()), default=0)
-    for running, counts in sorted(steps.items()):
-        counts += [0] * (longest - len(counts))
+    for running, shorter in sorted(steps.items()):
+        counts = shorter + [0] * (longest - len(shorter))
         # Cells double in size: the number is the smallest of its cell.
         label = "1" if running == 1 else f"{running} to {2 * running - 1}"
         total = sum(counts)
