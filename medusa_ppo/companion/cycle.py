@@ -499,6 +499,8 @@ class Cycle:
                 self.gain,
                 self._level,
                 self._unjudged_rows,
+                self.replayed_version,
+                self.replayed_policy_version,
             ],
             dtype=torch.float64,
         )
@@ -510,9 +512,6 @@ class Cycle:
             state["last_losses"] = torch.tensor(
                 [self.last_loss, *self.last_losses], dtype=torch.float64
             )
-        state["replayed"] = torch.tensor(
-            [self.replayed_version, self.replayed_policy_version], dtype=torch.int64
-        )
         for name, row in self.rows.items():
             if row is not None:
                 state[f"rows.{name}"] = torch.tensor(
@@ -555,20 +554,20 @@ class Cycle:
             self.trainer.rate, self.positions_frac, *later = state["schedule"].tolist()
             if names == COUNTERS_09356BD:
                 later = []
-            # States before 0.4 lack the last of the four.
+            # States before 0.4 lack the last of the first four, and those of before it was known
+            # whose estimates they hold the two after these.
             later += [0.0] * (4 - len(later))
-            self.passes, self.gain, self._level, unjudged_rows = later
+            self.passes, self.gain, self._level, unjudged_rows, *replayed = later
             self._unjudged_rows = int(unjudged_rows)
+            self.replayed_version, self.replayed_policy_version = (
+                map(int, replayed)
+                if replayed
+                else (self.version - bool(self.fresh), self.last_policy_version)
+            )
         self.last_loss, *losses = (
             state["last_losses"].tolist() if "last_losses" in state else [math.nan]
         )
         self.last_losses = tuple(losses)
-        # Earlier releases' states lack it; they say whether the verdict published.
-        self.replayed_version, self.replayed_policy_version = (
-            state["replayed"].tolist()
-            if "replayed" in state
-            else [self.version - bool(self.fresh), self.last_policy_version]
-        )
         rows = {name: value.tolist() for name, value in under(state, "rows.").items()}
         self.rows = {
             name: ReplayRow(values[0], tuple(values[1:]))

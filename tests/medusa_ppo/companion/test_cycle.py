@@ -523,7 +523,7 @@ def test_estimates_keep_the_version_of_the_heads_that_a_verdict_replaced(chain) 
         assert cycle.replayed_version == cycle.version == 0
     assert (cycle.replayed_version, cycle.version, cycle.replayed_policy_version) == (0, 1, 0)
     state = cycle.state_dict()
-    del state["replayed"]  # As earlier releases wrote it.
+    state["schedule"] = state["schedule"][:-2]  # As earlier releases wrote it.
     again = make(task)
     again.load_state_dict(state)
     assert (again.replayed_version, again.version, again.replayed_policy_version) == (0, 1, 0)
