@@ -25,7 +25,7 @@ from torch import nn
 
 from heads.checkpoint import checksum, load_heads
 from heads.errors import ConfigError, MedusaError, SwapError
-from heads.heads_config import COPY_WINDOW
+from heads.heads_config import COPY_WINDOW, TEMPERATURES
 from heads.modules import MedusaHeads
 from medusa_ppo.contract.status import Checked
 from medusa_ppo.drafting import sending
@@ -790,8 +790,8 @@ class MedusaProposer(Drafter):
         steps. `swap` takes what it returns.
 
         On the CPU that is everything but the exchange. On other devices heads stay at their
-        addresses, which a sleeping engine gives away and restores, and copying them there takes
-        milliseconds.
+        addresses, which a sleeping engine gives away and restores: they are written there, and
+        tried, between two steps.
         """
         if self.device.type != "cpu":
             return partial(self.read, path, checked)
@@ -902,9 +902,15 @@ class MedusaProposer(Drafter):
         self._forget_pairs()
         self.chooser.heads_changed()
         self._refresh_vocabulary()
-        fault = find_damage(heads, new.sums)
-        # Always: with tensor parallelism the probe is a collective.
-        fault = self._probe_swap(new.state) or fault
+        damage = find_damage(heads, new.sums)
+        # Without damage the parameters are the file's values. The file's own tensors are on the
+        # host: to send them again for each product would take longer than the swap itself.
+        held = heads.trainable_views()
+        if TEMPERATURES in new.state:
+            held[TEMPERATURES] = new.state[TEMPERATURES]
+        # With damage, too: with tensor parallelism the probe is a collective.
+        difference = self._probe_swap(held)
+        fault = damage or difference
         if not agreed_by_all(not fault):
             raise SwapError(
                 "The engine does not draft with the heads that were swapped in; it drafts nothing"
