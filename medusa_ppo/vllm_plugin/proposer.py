@@ -859,6 +859,8 @@ class MedusaProposer(Drafter):
             self._replace(new)
             self._untrained = self.heads.untrained
         self.fed = True
+        # Only now, because it may compute with the new heads.
+        self._forget_pairs()
         self.version = version
         self.heads_checksum = new.checksum
         self._fingerprint = new.sums
@@ -875,7 +877,6 @@ class MedusaProposer(Drafter):
                 do="Report this.",
             )
         let_go(self._core.take(new.core))
-        self._forget_pairs()
         self.chooser.heads_changed()
         self._renew_vocabulary(new)
 
@@ -899,7 +900,6 @@ class MedusaProposer(Drafter):
         self.fed = False
         together("taking new heads", lambda: heads.load_trainable_state(new.state))
         self._core.load()
-        self._forget_pairs()
         self.chooser.heads_changed()
         self._refresh_vocabulary()
         damage = find_damage(heads, new.sums)

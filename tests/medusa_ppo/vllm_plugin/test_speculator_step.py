@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from heads.checkpoint import save_state
 from heads.copying import Texts
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
@@ -59,11 +61,11 @@ class Step:
             parameter.copy_(torch.randn_like(parameter) / 4)
         lm_head_VD, table_VD = torch.randn(V, D) / 2, torch.randn(V, D)
         drafter: Any = object.__new__(HeldHeads)
-        drafter._core = DraftingCore(
-            heads, lambda rows: rows @ lm_head_VD.T, lambda ids: table_VD[ids]
-        )
+        drafter._embedding = lambda: lambda ids: table_VD[ids]
+        drafter._core = DraftingCore(heads, lambda rows: rows @ lm_head_VD.T, drafter._embedding())
         drafter.num_drafts = drafter.num_speculative_tokens = K
         drafter.fed, drafter.sampled, drafter._untrained = True, True, False
+        drafter.draft_temperature = 1.0
         drafter.choose, drafter.chooser, drafter._step_began = False, DraftChooser(K), None
         drafter.device, drafter.dtype, drafter.hidden_size = torch.device("cpu"), torch.float32, D
         drafter.heads, drafter._target = heads, torch.nn.Module()
@@ -653,6 +655,73 @@ def test_texts_are_copied_from_by_the_keys_of_the_heads_that_serve() -> None:
         for step, ring in ((running, texts), (later, expected))
     )
     torch.testing.assert_close(found, other)
+
+
+def test_keys_are_renewed_of_the_texts_that_run_and_of_no_others() -> None:
+    """Between two batches of rollouts nobody runs, and each slot holds a text that has ended: with
+    1,024 of them a sync and a swap made a million keys each that nobody read.
+    """
+    step = Step(pairs=4, copy_parts=2)
+    drafter = step.speculator.drafter
+    texts = drafter._texts
+    drafter.admit([arrived(2, [7, 8, 9, 7, 8]), arrived(0, [5]), arrived(3, list(range(70)))])
+    drafter.running.end(["request 2"])
+    # Preempted, a request came back elsewhere, and another one has its place.
+    asked = SimpleNamespace(structured_outputs=None)
+    back = Admitted("request 0", 4, [5], [5, 6], asked)
+    drafter.admit([back, Admitted("another", 0, [9], [9], asked)])
+    texts.keys_SALw.fill_(torch.nan)
+    drafter._forget_pairs()
+    made = [int(keys_ALw[0, :, 0].isfinite().sum()) for keys_ALw in texts.keys_SALw]
+    assert made == [1, 0, 0, texts.places, 2, 0]
+    drafter.running.end(list(drafter.running.live))
+    texts.keys_SALw.fill_(torch.nan)
+    drafter.target_changed()
+    assert not texts.keys_SALw.isfinite().any()
+
+
+def test_an_actor_that_comes_before_the_first_heads_leaves_keys_to_them(tmp_path: Path) -> None:
+    """After a deep sleep nothing is there that keys are made of until heads come from the feed; of
+    the tables of a small vocabulary a row was looked up that does not exist, and the engine died.
+    """
+    step, later = Step(pairs=4, copy_parts=2), Step(pairs=4, copy_parts=2)
+    said = [arrived(1, [7, 8, 9, 7, 8]), arrived(4, [5, 6])]
+    drafter = step.speculator.drafter
+    save_state(tmp_path / "heads", drafter.heads.trainable_state())
+    drafter._fingerprint, drafter.version = fingerprint(drafter.heads), 0
+    copier = drafter._core.copier
+    throw_away([*drafter.heads.parameters(), *tensors_of(copier, (copier._embed, copier.heads))])
+    # Memory may come back as anything: with huge numbers here, too, every place counted as empty.
+    copier._back_M.zero_()
+    assert drafter.held_version() == -1
+    drafter.target_loaded()
+    drafter.admit(said)
+    step.propose()
+    assert step.speculator.count == 0
+    drafter.swap(str(tmp_path / "heads"), 3)
+    assert drafter.held_version() == 3
+    later.speculator.drafter.admit(said)
+    for one in said:
+        here, there = (
+            found.speculator.drafter._texts.keys_SALw[one.slot, :, : len(one.tokens)]
+            for found in (step, later)
+        )
+        assert torch.equal(here, there)
+
+
+def test_the_first_trained_heads_make_the_keys_of_running_texts(tmp_path: Path) -> None:
+    """Of untrained ones nobody would read any."""
+    step, later = Step(pairs=4, copy_parts=2), Step(pairs=4, copy_parts=2)
+    drafter = step.speculator.drafter
+    save_state(tmp_path / "heads", drafter.heads.trainable_state())
+    drafter._untrained = True
+    said = arrived(1, [7, 8, 9, 7, 8])
+    drafter.admit([said])
+    assert not drafter._texts.keys_SALw.any()
+    drafter.swap(str(tmp_path / "heads"), 3, ready=drafter.ahead(str(tmp_path / "heads")))
+    later.speculator.drafter.admit([said])
+    here, there = (found.speculator.drafter._texts.keys_SALw for found in (step, later))
+    assert there.any() and torch.equal(here, there)
 
 
 def written_by(speculator: Any) -> list[int]:
