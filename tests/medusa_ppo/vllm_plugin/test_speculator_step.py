@@ -40,6 +40,7 @@ from medusa_ppo.vllm_plugin.speculator import (
     with_q_as_it_is_read,
     without_learning,
 )
+from medusa_ppo.vllm_plugin.worker_calls import Drafting
 from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
 D, V, K, B, SLOTS = 8, 1 << 14, 2, 3, 5
@@ -866,6 +867,24 @@ def test_times_of_steps_are_those_of_a_runner_and_of_its_way_to_schedule() -> No
     drafter.runner = "v1"
     assert (first["runner"], cost_key(drafter)["runner"]) == ("v2", "v1")
     assert [key for key in first if first[key] != ahead[key]] == ["asynchronous"]
+
+
+def test_times_of_steps_are_those_with_or_without_a_memory_and_early_ends() -> None:
+    """With either of them V2 launches its kernels one by one on a GPU: three times as long."""
+    drafter = Step().speculator.drafter
+    config = drafter.vllm_config
+    config.parallel_config = SimpleNamespace(tensor_parallel_size=1)
+    config.model_config.hf_text_config = SimpleNamespace(hidden_size=D)
+    config.model_config.enforce_eager = True
+    keys = []
+    for settings in ({}, {"memory_bytes": 1 << 20}, {"memory_bytes": 0, "stop_below": 0.3}):
+        drafter.configure(Drafting(**settings))
+        keys.append(cost_key(drafter))
+    alone, remembering, ending = keys
+    assert [key for key in alone if alone[key] != remembering[key]] == ["memory"]
+    assert [key for key in alone if alone[key] != ending[key]] == ["stops_early"]
+    drafter.configure(Drafting(stop_below=0.0))
+    assert cost_key(drafter) == alone
 
 
 def arrived(slot: int, tokens: list[int], *, grammar: bool = False) -> Admitted:
