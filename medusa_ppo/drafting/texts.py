@@ -184,17 +184,21 @@ class Copier:
         self.config = heads.config
         self._embed = embed
         self._pack = pack
+        self._query: torch.Tensor | None = None
         self.load(with_embedding)
 
     @torch.no_grad()
     def load(self, with_embedding: bool = True) -> None:
-        """Read the heads and the embedding table again. Existing keys become stale."""
+        """Read the heads and the embedding table again, as `ContextHeads.load` does. Existing keys
+        become stale.
+        """
         heads = self.heads
         config = self.config
         device = heads.copy_query.device
         # Attention divides scores by sqrt(w). This factor is put into the queries' weights.
         scale = (config.copy_width // config.copy_parts) ** 0.5
-        self._query_and_key = (heads.copy_query.detach() / scale, heads.copy_key.detach())
+        self._query = torch.div(heads.copy_query, scale, out=self._query)
+        self._query_and_key = (self._query, heads.copy_key.detach())
         self._none_A = heads.copy_none.detach().float()
         self._value = heads.copy_value.detach()
         self._out = heads.copy_out.detach()
