@@ -78,7 +78,7 @@ from medusa_ppo.vllm_plugin.rank_agreement import (
     together,
 )
 from medusa_ppo.vllm_plugin.second_set import SecondSet, SetOrder, let_go
-from medusa_ppo.vllm_plugin.speculation import heads_folder
+from medusa_ppo.vllm_plugin.speculation import heads_folder, why_sequences_wait
 from medusa_ppo.vllm_plugin.target_tables import (
     embedding_module,
     lm_head_weight,
@@ -174,6 +174,9 @@ class MedusaProposer(Drafter):
                 expected=f"<= {heads.config.num_heads}, the heads in {folder}",
                 do="Draft fewer tokens or train more heads.",
             )
+        scheduler = self.vllm_config.scheduler_config
+        if waiting := why_sequences_wait(scheduler, self.num_speculative_tokens):
+            logger.warning("%s", waiting)
         self.model = self.heads = (
             heads.to(device=self.device, dtype=self.dtype).requires_grad_(False).eval()
         )
