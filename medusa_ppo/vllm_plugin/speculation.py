@@ -76,8 +76,8 @@ def why_sequences_wait(scheduler_config: Any, drafts: int) -> str:
         return ""
     return (
         f"{sequences} sequences with {drafts} drafts each need {wanted} tokens in a step, and vLLM"
-        f" schedules {most} at most: while so many are drafted, {most // (1 + drafts)} sequences run"
-        f" and the others wait. Start vLLM with max_num_batched_tokens={wanted}, or with fewer"
+        f" schedules {most} at most: while so many are drafted, {most // (1 + drafts)} sequences"
+        f" run and the others wait. Start vLLM with max_num_batched_tokens={wanted}, or with fewer"
         " sequences."
     )
 

@@ -415,6 +415,28 @@ def test_nothing_is_learned_from_vllms_warm_up(monkeypatch: pytest.MonkeyPatch) 
     assert list(drafter.chooser.table.kinds) == [(2, 0)]
 
 
+def test_after_a_calibration_requests_have_the_seeds_that_they_would_have_had() -> None:
+    """V2 takes those of requests without a seed from numpy's generator, and a calibration's own
+    requests have none. Whether an engine calibrates depends on a file of the machine.
+    """
+    drafter = Step().speculator.drafter
+
+    def seeds() -> list[int]:
+        return np.random.randint(2**31, size=4).tolist()
+
+    np.random.seed(5)
+    torch.manual_seed(5)
+    expected = seeds(), torch.rand(4).tolist()
+    np.random.seed(5)
+    torch.manual_seed(5)
+    drafter.calibrate(1)
+    assert (seeds(), torch.rand(4).tolist()) == expected
+    drafter.calibrate(2)
+    assert seeds() != expected[0]
+    drafter.calibrate(None)
+    assert (seeds(), torch.rand(4).tolist()) == expected
+
+
 def test_drafts_that_nobody_made_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a request whose prompt is cached."""
     step = Step()
