@@ -4,7 +4,7 @@ would draft now with a plain computation of the file's heads.
 The checksum proves that the right bytes arrived, and the read-back that they are in the parameters.
 The drafts could still come from something else: packed copies of the old heads, or heads in another
 order. So the serving path drafts for a few fixed states, and the draft probabilities of each head
-are compared with those of the file's tensors, multiplied here without any code of the drafting
+are compared with those of the file's values, multiplied here without any code of the drafting
 path. Each head is given the tokens that were really drafted before it, so a near tie makes no
 difference.
 
