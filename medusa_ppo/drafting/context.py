@@ -354,7 +354,7 @@ class ContextHeads:
         self._embed = embed
         self._pack = pack
         self._known_dtype = dtype
-        self._queries: list[torch.Tensor] = []
+        self._queries: Sequence[torch.Tensor] = ()
         self._next_weight: weakref.ref[torch.Tensor] | None = None
         self.load(with_embedding)
 
@@ -372,7 +372,7 @@ class ContextHeads:
         # further layers need the output of the previous layers.
         kept = [weight_3D2D[D:] for weight_3D2D in into]
         parts = [[into[0][:D], *kept], *([weight_3D2D[:D]] for weight_3D2D in into[1:])]
-        before = self._queries or [None] * len(parts)
+        before: Sequence[torch.Tensor | None] = self._queries or [None for _ in parts]
         self._queries = [
             torch.cat(below, out=held) for below, held in zip(parts, before, strict=True)
         ]

@@ -424,9 +424,15 @@ class _PlainHeads:
         rows_B = torch.arange(rows, device=text_BL.device)
         lasts_B = torch.full_like(rows_B, length - 1)
         text = Text.of(text_BL, torch.zeros_like(text_BL), rows_B, lasts_B)
-        names = "copy.query.weight", "copy.key.weight", "copy.none.weight", "copy.value.weight"
-        weights = (self._float32(self._state[name]) for name in names)
-        found_BKC = copied(text, self._embedded, *weights, self._config.num_heads)
+        found_BKC = copied(
+            text,
+            self._embedded,
+            self._float32(self._state["copy.query.weight"]),
+            self._float32(self._state["copy.key.weight"]),
+            self._float32(self._state["copy.none.weight"]),
+            self._float32(self._state["copy.value.weight"]),
+            self._config.num_heads,
+        )
         return self._times(found_BKC, self._state["copy.out.weight"])
 
 
