@@ -339,6 +339,8 @@ class CompanionService:
             versions_followed=cycle.followed,
             versions_worse=cycle.fell_back,
             fresh=bool(cycle.fresh),
+            replayed_version=cycle.replayed_version,
+            replayed_policy_version=cycle.replayed_policy_version,
             positions_frac=cycle.positions_frac,
             rate=trainer.rate,
             gpu_gib=(

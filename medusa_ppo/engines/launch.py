@@ -329,18 +329,8 @@ def _runner_of_environment(asked: str | None) -> str:
 
 
 def _is_fastest_on_v2(config: EngineConfig) -> bool:
-    """Whether drafting is recorded as CUDA graphs there (`vllm_plugin.draft_graphs`). V1 launches
-    its kernels one by one, and on an H100 that took longer than the drafts saved.
-    """
-    return (
-        not is_cpu_build()
-        and has_graphs(vllm_version())
-        and config.ranks == 1
-        and not config.enforce_eager
-        # Sleep and broadcasts were tested on V1 alone.
-        and not config.sleep_level
-        and config.transfer == "file"
-    )
+    """Whether drafting is recorded as CUDA graphs there (`vllm_plugin.draft_graphs`)."""
+    return not is_cpu_build() and has_graphs(vllm_version()) and config.suits_v2
 
 
 def _drafting(config: EngineConfig, heads: HeadsConfig | None) -> Drafting:

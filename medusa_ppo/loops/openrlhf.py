@@ -65,6 +65,7 @@ from medusa_ppo.loops.worker_tap import (
     COMPANION,
     OURS,
     Rows,
+    as_sampled,
     joined_rows,
     masked_rows,
     own_secrets,
@@ -211,7 +212,7 @@ def tapped_policy_actor() -> Any:
             rollout = self.strategy.args.rollout
             how = {"temperature": rollout.temperature, "top_p": rollout.top_p}
             tap = own_tap(self, self.actor.model, **how)
-            with tap(*buffered_rows(self.trainer.replay_buffer.items)):
+            with tap(*as_sampled(tap, buffered_rows(self.trainer.replay_buffer.items))):
                 status = super().fit(kl_ctl)
             tap.updated()
             return status

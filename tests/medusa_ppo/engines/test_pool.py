@@ -1248,3 +1248,6 @@ def test_what_the_engines_chose_is_added_up() -> None:
         {"running": 1, "steps": [4, 4], "speedup": pytest.approx(1.3)},
         second[1],
     ]
+    unknown = [{"running": 1, "steps": [0, 40], "speedup": None}]
+    assert merge_choices([first, unknown]) == [{"running": 1, "steps": [1, 43], "speedup": 1.4}]
+    assert merge_choices([unknown, unknown])[0]["speedup"] is None
