@@ -27,7 +27,7 @@ import httpx
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from heads.errors import EngineError, SwapError
+from heads.errors import EngineError, NoRoomError, SwapError
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
@@ -324,7 +324,8 @@ class ServerEngine(base.WorkerEngine):
             yield path
             return
         if answer.status_code != httpx.codes.OK:
-            raise SwapError(
+            full = answer.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE
+            raise (NoRoomError if full else SwapError)(
                 "The server did not take the file that was sent to it.",
                 given=f"{self._address}{STATE_ROUTE}: {answer.status_code} {answer.text[:500]}",
                 expected=f"200 for {size} bytes",

@@ -23,7 +23,7 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from heads.errors import EngineError, MedusaError, SwapError
+from heads.errors import EngineError, MedusaError, NoRoomError
 from medusa_ppo.config.engine_section import COLOCATED, EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
@@ -133,8 +133,7 @@ class EngineHost:
                 stack.callback(folder.close)
                 content.tofile(folder.path / "state.safetensors")
             except OSError as error:
-                # The engine is well, and has what it had: it need not be started again.
-                refused = SwapError(
+                refused = NoRoomError(
                     "The engine's node has no room for a file that was sent to it.",
                     given=f"{content.nbytes} bytes on {os.uname().nodename}: {error}",
                     expected="room in /dev/shm",
@@ -190,7 +189,7 @@ def _in_store(path: str) -> Iterator[Any]:
     file.
 
     Raises:
-        SwapError: there is no room.
+        NoRoomError: the store did not take them.
     """
     status = os.stat(path)
     # A file with the same name may be newer.
@@ -200,7 +199,7 @@ def _in_store(path: str) -> Iterator[Any]:
             try:
                 _stored[key] = Stored(ray.put(np.fromfile(path, dtype=np.uint8)))
             except RayError as error:
-                raise SwapError(
+                raise NoRoomError(
                     "Ray's object store did not take a file for engines on other nodes.",
                     given=f"{path}, {status.st_size} bytes: {str(error).strip()}",
                     expected="room for it on the loop's node",

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from heads.checkpoint import checksum, load_state, save_state
-from heads.errors import EngineError, SwapError
+from heads.errors import EngineError, NoRoomError, SwapError
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines import http_server, ray_engine
@@ -726,6 +726,21 @@ def test_a_server_does_not_keep_the_file_of_a_call_that_is_broken_off(
     if method == "sync_actor":
         expected = ["POST /pause", *expected, "POST /resume"]
     assert asked_of(server) == expected
+
+
+@pytest.mark.parametrize(("status", "kind"), [(413, NoRoomError), (500, SwapError)])
+def test_a_node_without_room_is_told_from_a_server_that_refuses(
+    ask, tmp_path: Path, status: int, kind: type[SwapError]
+) -> None:
+    """A start helps only one of them."""
+    engine, _ = ask(silent)
+    transport = httpx.MockTransport(lambda request: httpx.Response(status))
+    engine._client = http_server.Client(base_url="http://node", transport=transport)
+    save_state(tmp_path / "heads", {"x": torch.ones(3)})
+    with pytest.raises(SwapError, match=str(status)) as caught:
+        engine.swap_heads(tmp_path / "heads", 1)
+    assert caught.type is kind
+    engine.close()
 
 
 @pytest.mark.parametrize(
