@@ -199,6 +199,38 @@ def test_a_late_part_is_dropped_alone(desk: CompanionDesk, task: ChainTask) -> N
     assert sizes[3:] == [one, one, 3 * one] and desk.status().batches_dropped == 1
 
 
+@pytest.mark.parametrize("behind", [2, 5])
+def test_a_process_that_is_several_steps_behind_leaves_the_others_together(
+    desk: CompanionDesk, task: ChainTask, behind: int
+) -> None:
+    """Its part counted as a new step, and those of the others, which were on time, as late."""
+    tables = task.lm_head_VD, None
+    sizes = responses_of_batches(desk)
+    steps = behind + 4
+    for number in range(1, steps + 1):
+        late = [(number - behind, 2)] if number > behind else []
+        for sent, rank in [(number, 0), *late, (number, 1)]:
+            put(desk, part_of(task), None if rank else tables, header(sent, ranks=3, rank=rank))
+    # It has caught up.
+    for rank in range(3):
+        told = header(steps + 1, ranks=3, rank=rank)
+        put(desk, part_of(task), None if rank else tables, told)
+    one = part_of(task).lengths_S.numel()
+    assert sizes == [2 * one] * steps + [3 * one]
+    assert desk.status().batches_dropped == 4
+
+
+def test_a_training_that_begins_again_with_its_numbers_is_not_late(
+    desk: CompanionDesk, task: ChainTask
+) -> None:
+    tables = task.lm_head_VD, None
+    sizes = responses_of_batches(desk)
+    for number, rank in [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (1, 0), (1, 1), (1, 2)]:
+        put(desk, part_of(task), None if rank else tables, header(number, ranks=3, rank=rank))
+    one = part_of(task).lengths_S.numel()
+    assert sizes == [2 * one, 2 * one, one, 3 * one] and desk.status().batches_dropped == 0
+
+
 def test_a_late_part_with_its_own_tables_is_learned_from(
     desk: CompanionDesk, task: ChainTask
 ) -> None:
