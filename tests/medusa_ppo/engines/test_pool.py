@@ -889,7 +889,9 @@ def test_make_engine_knows_servers_that_it_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ray_engine, "ServerEngine", lambda *_, **__: EchoEngine(0))
-    for backend, expected in (("http://a:1", ray_engine.START_TIMEOUT_S), ("server", 0.0)):
+    # A 70B's weights.
+    monkeypatch.setattr(ray_engine, "reading_s", lambda model: 2800.0)
+    for backend, expected in (("http://a:1", ray_engine.START_TIMEOUT_S + 2800), ("server", 0.0)):
         config = EngineConfig(backend=backend)
         with make_engine("model", None, config, supervised=True) as pool:
             assert isinstance(pool, EnginePool) and pool._back_within_s == expected
@@ -906,6 +908,7 @@ def test_an_engine_that_starts_later_draws_other_random_numbers(
         return EchoEngine(len(seeds))
 
     monkeypatch.setattr(ray_engine, "ServerEngine", start)
+    monkeypatch.setattr(ray_engine, "reading_s", lambda model: 0.0)
     config = EngineConfig(backend="http://a:1, http://b:2", replicas=2)
     with make_engine("model", None, config, 7) as pool:
         assert isinstance(pool, EnginePool)
@@ -1062,6 +1065,7 @@ def test_an_engine_that_starts_learns_that_its_pool_is_closed(
         return EchoEngine(0)
 
     monkeypatch.setattr(ray_engine, "ServerEngine", start)
+    monkeypatch.setattr(ray_engine, "reading_s", lambda model: 0.0)
     pool = make_engine("model", None, EngineConfig(backend="http://a:1"), supervised=True)
     assert not given["closing"].is_set()
     pool.close()
