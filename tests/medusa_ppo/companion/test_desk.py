@@ -18,7 +18,7 @@ import httpx
 import pytest
 import torch
 
-from heads.errors import CheckpointError, CompanionError, ConfigError, DataError
+from heads.errors import CheckpointError, CompanionError, ConfigError, DataError, FeedError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.companion_link import (
     COMPANION_TOKEN,
@@ -154,6 +154,35 @@ def test_the_end_waits_for_what_is_on_its_way_into_the_feed(
         assert desk.drain(60) and feed.manifest() is not None
     desk.close()
     release_soon.join()
+    manifest = feed.manifest()
+    assert manifest is not None and manifest.newest == 1
+
+
+@pytest.mark.parametrize("drained", [True, False])
+def test_the_end_tries_again_what_the_feed_could_not_take(
+    made: Callable[..., CompanionDesk],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    drained: bool,
+) -> None:
+    publish = FolderFeed.publish
+
+    def away(*_: object) -> FeedVersion:
+        raise FeedError("The feed is being started again.")
+
+    monkeypatch.setattr(FolderFeed, "publish", away)
+    desk = made()
+    service = desk._service
+    service._cycle.version = 1
+    service._publish()
+    service._feed_newest()
+    feed = FolderFeed(tmp_path / "feed")
+    assert until(lambda: "being started again" in service.feed_problem)
+    assert feed.manifest() is None
+    monkeypatch.setattr(FolderFeed, "publish", publish)
+    if drained:
+        assert desk.drain(60) and feed.manifest() is not None
+    desk.close()
     manifest = feed.manifest()
     assert manifest is not None and manifest.newest == 1
 
