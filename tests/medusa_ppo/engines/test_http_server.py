@@ -804,6 +804,32 @@ def test_an_interrupt_ends_the_requests_of_an_engine_without_a_pool(
     engine.close()
 
 
+@pytest.mark.parametrize("ours", [False, True])
+def test_an_interrupt_in_a_sync_does_not_wait_for_the_actor_without_a_pool(
+    ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    """The server resumes when it has loaded it, whoever waits for that; and it does so too where
+    the loop goes on with its own server.
+    """
+    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(http_server, "AFTER_CLOSE_S", 0.2)
+    engine, server = ask(shared := Shared(b"/collective_rpc", Writing()))
+    engine._started_here = ours
+    save_state(tmp_path / "actor", {"x": torch.ones(3)})
+
+    def interrupt() -> None:
+        shared.holding.until(shared.holding.asked, 1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.sync_actor(tmp_path / "actor", 1)
+    thread.join()
+    assert asked_of(server) == ["POST /pause", "POST /collective_rpc", "POST /resume"]
+    engine.close()
+
+
 def test_a_server_gets_time_to_read_its_weights(ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """A 70B from a file server that many engines read at once was never there in ten minutes."""
     monkeypatch.setattr(http_server, "START_TIMEOUT_S", 0.0)
