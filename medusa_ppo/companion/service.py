@@ -64,6 +64,8 @@ from medusa_ppo.runtime.hardware import (
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "companion.safetensors"
+VERSIONS = "v[0-9]*"
+"""Name pattern of the folders that hold a version each, in `heads` of the run's folder."""
 MARKER = "started"
 FEED_NUMBER = "feed-number"
 """File next to the state. In the state the number would be that of before the last upload, and of a
@@ -673,7 +675,7 @@ class CompanionService:
         folder = self._run_dir / "heads" / f"v{cycle.version:06d}"
         lm_head_VD = cycle.trainer.lm_head_VD if heads.config.lm_head == "shared" else None
         save_heads(folder, heads, lm_head_VD=lm_head_VD, metadata=metadata, version=cycle.version)
-        forget_oldest(folder, "v[0-9]*")
+        forget_oldest(folder, VERSIONS)
 
     def _tried(self, what: str, write: Callable[[], object]) -> None:
         """Report a file that can't be written (a full or read-only disk, a folder of heads that was

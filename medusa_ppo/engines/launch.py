@@ -302,22 +302,27 @@ def checked_runner(config: EngineConfig, *, images: bool) -> str:
         return "v2"
     if config.runner == "v1":
         return "v1"
-    version = vllm_version()
-    first = text_of(FIRST_V2)
-    lacks: list[tuple[str, str]] = []
-    if not has_v2(version):
-        lacks.append((f"vLLM {version}", f"vLLM {first} or later that was tested"))
-    if is_cpu_build() and os.environ.get("TRITON_INTERPRET") != "1":
-        lacks.append(("vLLM's CPU build", "a GPU (tests run it on Triton's interpreter)"))
-    if lacks:
-        given, expected = lacks[0]
+    if lack := _lack_of_v2():
+        given, expected = lack
+        do = "Set engine.runner=v1, or leave it out."
+        if v2_asked():
+            # Perhaps nobody set engine.runner: it follows the variable in engines of other loops.
+            given = f"{given}, {V2_SWITCH}=1"
+            do = f"Unset {V2_SWITCH} where the engines start, and leave engine.runner out."
         raise UnsupportedVersionError(
-            "vLLM's V2 model runner is not available here.",
-            given=given,
-            expected=expected,
-            do="Set engine.runner=v1, or leave it out.",
+            "vLLM's V2 model runner is not available here.", given=given, expected=expected, do=do
         )
     return "v2"
+
+
+def _lack_of_v2() -> tuple[str, str] | None:
+    """Why the V2 runner is not available, as `given` and `expected` of an error; None if it is."""
+    version = vllm_version()
+    if not has_v2(version):
+        return f"vLLM {version}", f"vLLM {text_of(FIRST_V2)} or later that was tested"
+    if is_cpu_build() and os.environ.get("TRITON_INTERPRET") != "1":
+        return "vLLM's CPU build", "a GPU (tests run it on Triton's interpreter)"
+    return None
 
 
 def _runner_of_environment(asked: str | None) -> str:
@@ -523,12 +528,12 @@ def _refuse_with_heads(extra: dict[str, Any], runner: str) -> None:
             )
     # vLLM follows the variable, whatever was checked here.
     if v2_asked() and runner != "v2":
-        do = "Unset the variable, or set engine.runner=v2."
+        also = "" if _lack_of_v2() else ", or set engine.runner=v2"
         raise ConfigError(
             "The environment selects a different model runner.",
             given=f"{V2_SWITCH}=1",
             expected=f"engine.runner={runner}",
-            do=do,
+            do=f"Unset {V2_SWITCH}{also}.",
         )
 
 

@@ -43,7 +43,12 @@ from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.config.run_config import RunConfig, load_config
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.launch import plan_launch
-from medusa_ppo.loops.attachment import SPECULATION, as_config
+from medusa_ppo.loops.attachment import (
+    SPECULATION,
+    as_config,
+    refuse_broadcast,
+    warn_of_idle_settings,
+)
 from medusa_ppo.loops.loop_versions import require_loop
 from medusa_ppo.loops.passes import PassTap
 from medusa_ppo.loops.remote import (
@@ -416,6 +421,8 @@ def served_arguments(config: RunConfig) -> Callable[[str], dict[str, Any]]:
             do="Name the folder of --heads of `medusa-ppo companion serve`; all nodes have to see"
             " it.",
         )
+    refuse_broadcast(config.engine)
+    warn_of_idle_settings(config.engine)
 
     def arguments(pretrain: str) -> dict[str, Any]:
         plan = plan_launch(

@@ -10,8 +10,9 @@ what the companion publishes, so the loop needs nothing else.
         tap.updated()                     # on every rank
 
 The companion says how many states it wants. A sample of that size, on average, leaves the device,
-and a thread sends it, so the loop only waits for the copies. If the companion is unreachable, slow
-or full, the rows of a step are lost and counted, and the log says so once.
+and a thread sends it, so the loop only waits for the copies. A tap that is made while the companion
+can't be reached raises an error; if it is unreachable later, slow or full, the rows of a step are
+lost and counted, and the log says so once.
 """
 
 from __future__ import annotations

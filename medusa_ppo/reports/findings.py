@@ -10,6 +10,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
+from medusa_ppo.config.run_config import OFF
 from medusa_ppo.contract import metrics as m
 from medusa_ppo.reports.expected_speed import expected_speed
 from medusa_ppo.reports.run_files import KILLED, NONFINITE, Run, number
@@ -212,13 +213,14 @@ def _of_worth(run: Run, summary: Summary) -> Iterator[Finding]:
             f"Drafts were not worth their time in {w.percent(without / steps)} of the engine's"
             " steps."
         )
-        do = "Start the next run without the plugin (companion.enabled=false)."
+        start = f"Start the next run without the plugin ({' '.join(OFF)})"
+        do = f"{start}."
         runner, stop_below = run.setting("engine", "runner"), run.setting("engine", "stop_below")
         if runner == "v1" or stop_below:
             named = "engine.stop_below" if stop_below else "engine.runner=v1"
             do = (
-                "Start the next run without the plugin (companion.enabled=false): with"
-                f" {named} an engine can't schedule steps ahead, as vLLM does by default on a GPU."
+                f"{start}: with {named} an engine can't schedule steps ahead, as vLLM does by"
+                " default on a GPU."
             )
         yield Finding("drafts_never_paid", text, do)
     ratio = summary["step_ratio"]
@@ -233,7 +235,7 @@ def _of_worth(run: Run, summary: Summary) -> Iterator[Finding]:
         )
         do = (
             "Give the companion its own cores or device, let it train less (companion.epochs), or "
-            "do without the plugin if generation is a small part of a step."
+            f"do without the plugin ({' '.join(OFF)}) if generation is a small part of a step."
         )
         yield Finding("plugin_did_not_pay", text, do)
 

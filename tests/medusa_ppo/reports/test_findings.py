@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from medusa_ppo.config.run_config import OFF
 from medusa_ppo.reports.findings import find
 from medusa_ppo.reports.run_files import Run, read_run
 from medusa_ppo.reports.summary import build_summary
@@ -255,3 +256,4 @@ def test_drafts_that_never_paid_name_scheduling_only_where_it_is_concerned(
     run = make(step, config={"engine": engine})
     (finding,) = find(run, build_summary(run))
     assert ("schedule" in finding.do) == bool(reason) and reason in finding.do
+    assert " ".join(OFF) in finding.do, "with one of the keys alone the engine is still set up"
