@@ -354,8 +354,8 @@ class CompanionService:
         """Wait until everything submitted is trained on; False if the time is up first.
 
         Args:
-            feed: wait for what goes into the feed, too. A loop that gives the companion a turn has
-                no time for that.
+            feed: try again what could not be put into the feed, and wait for it, too. A loop that
+                gives the companion a turn has no time for that.
         """
         ends_s = time.monotonic() + timeout_s
         with self._idle:
@@ -363,6 +363,7 @@ class CompanionService:
                 return False
         if not feed or self._feeder is None:
             return True
+        self._feeder.again()
         return self._feeder.drain(max(0.0, ends_s - time.monotonic()))
 
     def save(self, folder: str) -> str:

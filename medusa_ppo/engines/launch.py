@@ -249,8 +249,18 @@ def plan_launch(
             draft_vocabulary(config, heads) or 0,
             sampled=drafting["sampled"],
         ),
-        _weights_bytes(model_path, model) / SLOW_READ_BYTES_PER_S,
+        reading_s(model_path, model),
     )
+
+
+def reading_s(model_path: str | Path, model: Mapping[str, Any] | None = None) -> float:
+    """Seconds that reading a model's weights may take. Raises ModelError.
+
+    Args:
+        model: the model's configuration; None: it is read here.
+    """
+    config = read_model_config(model_path) if model is None else model
+    return _weights_bytes(model_path, config) / SLOW_READ_BYTES_PER_S
 
 
 def _weights_bytes(model_path: str | Path, model: Mapping[str, Any]) -> int:

@@ -220,6 +220,10 @@ class Attachment:
         if self.ranks.leads:
             warn_of_idle_settings(config.engine)
         self.folder = config.run_dir
+        # A folder's heads have to be read before their kind is known. So the embedding is gathered
+        # even where it may not be needed. Decided once, by the user's settings: all processes
+        # gather together, and only the first one has a path to go on from after a failure.
+        self._needs_embedding = config.heads.kind == "hydra" or bool(config.heads.path)
         self.engine: RolloutEngine | None = None
         self.plugin: AnyPlugin = NoPlugin()
         self._home = OwnedFolder("medusa-ppo-loop-", shared_memory=True)
@@ -574,10 +578,12 @@ class Attachment:
             self._stack.close()
         finally:
             self._forget()
-        # If the trainer trains again, it continues with these.
-        self.config = self.config.model_copy(
-            update={"heads": self.config.heads.model_copy(update={"path": heads})}
-        )
+        self._go_on_with(heads)
+
+    def _go_on_with(self, heads: str | Path | None) -> None:
+        """If the trainer trains again, it continues with these."""
+        section = self.config.heads.model_copy(update={"path": heads and str(heads)})
+        self.config = self.config.model_copy(update={"heads": section})
 
     @contextlib.contextmanager
     def recording_failure(self) -> Iterator[None]:
@@ -602,9 +608,10 @@ class Attachment:
         """
         actions = dict[str, Callable[[], object]]()
         if self._writer is not None:
-            # Saved first: the companion has the newest heads, and the stack ends it.
-            actions["The heads could not be saved"] = functools.partial(
-                self.plugin.save_heads, self.folder / HEADS_FOLDER
+            # Saved first: the companion has the newest heads, and the stack ends it. The engine
+            # drafts with them, and the next training's first version must not be worse.
+            actions["The heads could not be saved"] = lambda: self._go_on_with(
+                self.plugin.save_heads(self.folder / HEADS_FOLDER)
             )
             # Ray turns a signal into SystemExit.
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)
@@ -633,10 +640,7 @@ class Attachment:
 
     def _view(self, model: nn.Module) -> HFActor:
         """The actor with its tables gathered, if they are sharded."""
-        # A folder's heads have to be read before their kind is known. So the embedding is gathered
-        # even where it may not be needed.
-        needs_embedding = self.config.heads.kind == "hydra" or bool(self.config.heads.path)
-        actor = HFActor(model, reports=self.ranks.leads, with_embedding=needs_embedding)
+        actor = HFActor(model, reports=self.ranks.leads, with_embedding=self._needs_embedding)
         actor.refresh()
         return actor
 

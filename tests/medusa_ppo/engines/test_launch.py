@@ -34,7 +34,7 @@ from medusa_ppo.contract.rollouts import Counters, Sampling
 from medusa_ppo.engines import launch
 from medusa_ppo.engines import rollout_engine as engine
 from medusa_ppo.engines.http_server import parse_counters, server_arguments
-from medusa_ppo.engines.launch import plan_launch, process_environment, stop_ids
+from medusa_ppo.engines.launch import plan_launch, process_environment, reading_s, stop_ids
 from medusa_ppo.engines.pieces import request_seed
 from medusa_ppo.vllm_plugin import vllm_versions
 from medusa_ppo.vllm_plugin.worker_calls import first_of, raise_reported, reports_errors
@@ -78,7 +78,7 @@ def test_a_large_model_gets_time_to_be_read(model: Path) -> None:
     for part in range(2):
         with open(model / f"{part}.safetensors", "wb") as file:
             file.truncate(70 * 10**9)  # It has no blocks.
-    assert plan_launch(model, None, EngineConfig(), 0).load_s == 2800
+    assert plan_launch(model, None, EngineConfig(), 0).load_s == reading_s(model) == 2800
 
 
 def test_a_vision_language_model_gets_what_images_need(model: Path) -> None:

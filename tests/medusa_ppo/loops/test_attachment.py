@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ import torch
 from torch import nn
 
 from heads.checkpoint import save_heads
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.companion.service import STATE_FILE
-from medusa_ppo.config.run_config import build_config
+from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.rollout_engine import NoEngine
@@ -23,6 +26,7 @@ from medusa_ppo.loops.attachment import Attachment
 from medusa_ppo.loops.passes import Generated
 from medusa_ppo.plugin import MedusaPlugin, NoPlugin
 from medusa_ppo.plugin.medusa_plugin import initial_heads
+from medusa_ppo.reports.run_files import HEADS_FOLDER
 from medusa_ppo.reports.store import read_run
 
 
@@ -31,9 +35,12 @@ class OwnPlugin(NoPlugin):
 
     closed = False
     saved = False
+    begun_with: str | None = None
+    """The heads that it started with; None: new ones."""
 
     def save_heads(self, folder: str | Path) -> Path:
         self.saved = True
+        save_heads(folder, MedusaHeads(HeadsConfig(16, 40, 2)))
         return Path(folder)
 
     def close(self) -> None:
@@ -45,8 +52,9 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> list[OwnPlugin]:
     """Those that were started, instead of ones with a companion."""
     found: list[OwnPlugin] = []
 
-    def start(*args: Any, **more: Any) -> OwnPlugin:
+    def start(config: RunConfig, *args: Any, **more: Any) -> OwnPlugin:
         found.append(OwnPlugin())
+        found[-1].begun_with = config.heads.path
         return found[-1]
 
     monkeypatch.setattr(MedusaPlugin, "start", start)
@@ -54,8 +62,8 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> list[OwnPlugin]:
     return found
 
 
-def attached(folder: Path) -> Attachment:
-    attachment = Attachment(build_config({"heads": {"num_heads": 2}}))
+def attached(folder: Path, heads: Mapping[str, str] = MappingProxyType({})) -> Attachment:
+    attachment = Attachment(build_config({"heads": {"num_heads": 2, **heads}}))
     attachment.engine = NoEngine()
     attachment.folder = folder / "medusa"
     return attachment
@@ -90,8 +98,22 @@ def test_a_trl_training_that_fails_leaves_nothing_and_can_begin_again(
     assert meta["status"] == status
     assert meta.get("extras") == ({"error": "no reward"} if status == "failed" else None)
     trainer.train()
+    # The engine drafts with the first one's: new ones would take their place.
+    assert [plugin.begun_with for plugin in plugins] == [None, str(medusa.folder / HEADS_FOLDER)]
     assert [plugin.closed for plugin in plugins] == [True, True] and hooks_of(model) == 0
     assert read_run(medusa.folder).meta["status"] == "finished"
+
+
+@pytest.mark.parametrize(("heads", "reads"), [({"kind": "medusa"}, False), ({}, True)])
+def test_all_processes_gather_the_same_tables_after_a_failure(
+    heads: dict[str, str], reads: bool, plugins: list[OwnPlugin], chain_actor: Path, tmp_path: Path
+) -> None:
+    """Only the first one has a path to go on from then, and gathering is done by all together."""
+    model, medusa = load_actor(str(chain_actor)), attached(tmp_path, heads)
+    medusa.begin(model)
+    medusa._fail(RuntimeError("no reward"))
+    assert medusa.config.heads.path
+    assert ("input" in medusa._view(model)._bits) == reads
 
 
 def test_a_training_that_begins_again_by_itself_has_one_companion(

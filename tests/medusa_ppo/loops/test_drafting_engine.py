@@ -353,6 +353,7 @@ def test_the_engine_of_a_resumed_loop_draws_other_random_numbers(
         return Answering()
 
     monkeypatch.setattr(ray_engine, "ServerEngine", serve)
+    monkeypatch.setattr(ray_engine, "reading_s", lambda model: 0.0)
     config = build_config(
         {
             "seed": 7,
@@ -463,6 +464,7 @@ def test_an_engine_that_dies_is_started_again_for_the_loop(
     """As docs/faults.md says of a loop of one's own."""
     monkeypatch.setattr(attachment, "local_ray", lambda **_: contextlib.nullcontext())
     monkeypatch.setattr(ray_engine, "ServerEngine", Dying)
+    monkeypatch.setattr(ray_engine, "reading_s", lambda model: 0.0)
     monkeypatch.setattr(Dying, "started", 0)
     config = build_config(
         {
