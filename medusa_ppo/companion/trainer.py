@@ -42,7 +42,13 @@ RAMP_STEPS = 40
 first steps move every weight by the whole step size, whatever the gradients: heads that began at
 4.08 tokens a step were at 3.62 after four of them. Untrained heads have nothing to lose.
 """
-COUNTERS = ("batches_trained", "batches_skipped", "trained_tokens", "optimizer_steps")
+COUNTERS = (
+    "batches_trained",
+    "batches_skipped",
+    "trained_tokens",
+    "optimizer_steps",
+    "ramp_steps",  # States of 0.3 end before it.
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ class HeadsTrainer:
 
     Attributes:
         rate: factor on the configured step size, set by the caller and kept over a restart.
+        ramp_steps: steps over which the optimizer's step size rises, from its first one on.
         team: processes that take every optimizer step together; None: this one alone.
         generator: draws the order of the positions.
         give_way: called between two pieces of work; may wait.
@@ -335,10 +342,10 @@ class HeadsTrainer:
         if self._schedule is not None:
             return self._schedule(self.optimizer_steps)
         size = math.sqrt(min(1.0, positions / self._config.batch_positions))
-        if self._ramp:
+        if self.ramp_steps:
             states = self._optimizer.state.values()
             age = max((int(values["step"]) for values in states), default=0)
-            size *= min(1.0, (age + 1) / RAMP_STEPS)
+            size *= min(1.0, (age + 1) / self.ramp_steps)
         return size
 
     def _look_up(self, batch: RolloutBatch) -> TrainingRows:
@@ -576,7 +583,7 @@ class HeadsTrainer:
             )
 
     def _fresh_optimizer(self) -> torch.optim.AdamW:
-        self._ramp = not self.heads.untrained
+        self.ramp_steps = 0 if self.heads.untrained else RAMP_STEPS
         return torch.optim.AdamW(
             self.heads.parameters(), lr=self._learning_rate, weight_decay=0.0
         )  # Weight decay would pull back to the start.
@@ -625,7 +632,6 @@ class HeadsTrainer:
                 state[f"optimizer.{name}.{moment}"] = kept.clone() if copied else kept
         state |= self._mean.state_dict(copied=copied) if self._mean else {}
         state["generator"] = self.generator.get_state()
-        state["ramp"] = torch.tensor(self._ramp)
         state["counters"] = torch.tensor(
             [getattr(self, name) for name in COUNTERS], dtype=torch.int64
         )
@@ -644,12 +650,13 @@ class HeadsTrainer:
                         for moment, value in moments.items()
                     }
             self._optimizer = optimizer
-            # States of 0.3 have none.
-            self._ramp = bool(state.get("ramp", False))
             if self._mean is not None:
                 self._mean.load_state_dict(state)
             self.generator.set_state(state["generator"].clone())
-            for name, value in zip(COUNTERS, state["counters"].tolist(), strict=True):
+            counters = state["counters"].tolist()
+            if len(counters) == len(COUNTERS) - 1:
+                counters.append(0)
+            for name, value in zip(COUNTERS, counters, strict=True):
                 setattr(self, name, value)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # The device's fault, not the state's.

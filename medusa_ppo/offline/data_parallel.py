@@ -43,7 +43,7 @@ from medusa_ppo.offline.scene import (
     on_device,
     training_device,
 )
-from medusa_ppo.offline.schedule import TrainingPlan, cosine_schedule, in_equal_steps
+from medusa_ppo.offline.schedule import TrainingPlan, cosine_schedule
 from medusa_ppo.runtime.hardware import usable_cores
 from medusa_ppo.runtime.processes import local_ray
 from medusa_ppo.runtime.rendezvous import Meeting, Place
