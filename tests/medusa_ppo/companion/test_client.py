@@ -760,16 +760,17 @@ def test_a_companion_without_its_state_goes_on_from_the_engines_version(
     chain, client_of, monkeypatch: pytest.MonkeyPatch, lost: bool
 ) -> None:
     """It has no run folder, and its published files are gone with its node. `lost`: so is the first
-    call that tells it which heads the engine has, and it learns as many versions of its own before
-    the next one.
+    call that tells it which heads the engine has, and it learns two versions of its own before the
+    next one.
     """
     task = chain()
     client = client_of(task)
     for _ in range(8):
-        client.submit(task.batch())
-    assert client.drain(60)
+        if client.status().versions_published < 2:
+            client.submit(task.batch())
+            assert client.drain(60)
     published = client.newest(0)
-    assert published is not None and published.version >= 2
+    assert published is not None and published.version == 2
     kept = Path(published.path).rename(client._folder.path / "kept.safetensors")
     for file in client._folder.path.glob("heads-*"):
         file.unlink()
@@ -791,11 +792,9 @@ def test_a_companion_without_its_state_goes_on_from_the_engines_version(
     # Ray may take a minute to restart it on a busy machine.
     assert until(lambda: client.newest(published.version) is None and bool(told))
     if lost:
-        for _ in range(10):
+        for _ in range(2):
             client.submit(task.batch(100))
             assert client.drain(60)
-            if client.status().versions_published == published.version:
-                break
         assert client.status().versions_published == published.version
         assert client.newest(published.version, 10.0) is None
     assert set(told) == {published.version} and len(told) >= 1 + lost
