@@ -43,9 +43,8 @@ def main(actor_path: str, steps: int = 8, **sections: Any) -> list[dict[str, Any
     optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-4)
     prompts = tokenizer([f"Question: {n} + {n} = ?\nAnswer:" for n in range(2, 42)]).input_ids
     with tempfile.TemporaryDirectory() as folder, local_ray():
-        heads = MedusaPlugin.prepare_heads(
-            config, actor, Path(folder) / "heads"
-        )  # the engine starts with these
+        start = Path(folder) / "heads-start"  # the companion's versions will be in "heads"
+        heads = MedusaPlugin.prepare_heads(config, actor, start)  # the engine starts with these
         with ColocatedEngine(actor_path, heads, config.engine) as engine, ActorSync(engine) as sync:
             plugin = MedusaPlugin.start(config, actor, engine, folder)
             for step in range(steps):
@@ -58,9 +57,8 @@ def main(actor_path: str, steps: int = 8, **sections: Any) -> list[dict[str, Any
                 rewards_B = torch.tensor(
                     [float(len(r.token_ids) % 2 == 0) for r in rollouts.responses]
                 )
-                with plugin.actor_forward(
-                    actor, mask_BT, range(len(mask_BT))
-                ):  # hook 3: this very pass is tapped
+                # hook 3: this very pass is tapped
+                with plugin.actor_forward(actor, mask_BT, range(len(mask_BT))):
                     logits_BTV = actor(ids_BT).logits
                 logprobs_BT = (
                     logits_BTV[:, :-1].log_softmax(-1).gather(2, ids_BT[:, 1:, None])[..., 0]

@@ -99,8 +99,8 @@ class HeadsMetadata:
 
     @property
     def has_lm_head(self) -> bool:
-        """Whether a copy of the actor's lm_head is included (stock vLLM needs it if the heads share
-        one).
+        """Whether a copy of the actor's lm_head is included. Stock vLLM needs it for heads of kind
+        `medusa` that share it.
         """
         return bool(self.lm_head_checksum)
 
@@ -121,8 +121,9 @@ def save_heads(
     Args:
         path: the directory; replaced if it is empty or holds heads.
         heads: the heads.
-        lm_head_VD: the actor's lm_head, written in the heads' dtype. Stock vLLM needs it when the
-            heads share it.
+        lm_head_VD: the actor's lm_head. It is written, in the heads' dtype, for stock vLLM alone:
+            with heads of kind `medusa` that share it. With others nothing would read it, and for a
+            large vocabulary it is half of the folder.
         metadata: JSON values to keep with the heads.
         version: heads version.
 
@@ -135,8 +136,9 @@ def save_heads(
     lm_head_checksum = ""
     if lm_head_VD is not None and heads.config.lm_head == "shared":
         heads.check_table(lm_head_VD, "lm_head")
-        tensors[LM_HEAD_KEY] = lm_head_VD.detach().to(heads.dtype)
-        lm_head_checksum = sha256_of({LM_HEAD_KEY: tensors[LM_HEAD_KEY]})
+        if heads.config.kind == "medusa":
+            tensors[LM_HEAD_KEY] = lm_head_VD.detach().to(heads.dtype)
+            lm_head_checksum = sha256_of({LM_HEAD_KEY: tensors[LM_HEAD_KEY]})
     own = HeadsMetadata(
         version,
         sha256_of(state),

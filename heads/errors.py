@@ -11,6 +11,7 @@ MedusaError                     every error that a user can meet
     │   └── SavedStateError     the state that it should go on from
     ├── EngineError             the vLLM engine
     │   ├── SwapError           heads or actor weights that did not reach the engine
+    │   │   └── NoRoomError     because there is no room for their file
     │   └── UnsupportedVersionError   a version of vLLM that was never checked
     ├── FeedError               a feed of heads: unreachable, damaged, another actor's
     │   └── BadVersionError     a version of it that is not what its manifest says
@@ -103,6 +104,12 @@ class EngineError(RunError):
 
 class SwapError(EngineError):
     """Heads or actor weights did not reach the engine."""
+
+
+class NoRoomError(SwapError):
+    """There is no room for the file of heads or actor weights. The engine is well and has what it
+    had; starting it again makes no room.
+    """
 
 
 class UnsupportedVersionError(EngineError):

@@ -135,12 +135,12 @@ class _Timed:
             # Only now that the clock has stopped: the rest of the companion's training belongs to
             # no step, and must not overlap with the plain step that follows.
             self.plugin.drain(DRAIN_S)
+            # Asked for in the warm-up round as well, or the next one would count its training.
+            rest = self.plugin.metrics()
             if number >= 0:
                 self.exposed_s += values[names.PLUGIN_EXPOSED_S]
                 # The companion's training within the step, and the rest after it.
-                self.trained_s += (
-                    self.plugin.metrics()[names.COMPANION_TRAIN_S] + values[names.COMPANION_TRAIN_S]
-                )
+                self.trained_s += values[names.COMPANION_TRAIN_S] + rest[names.COMPANION_TRAIN_S]
             advance(number >= 0, f"{seconds:.2f} s with, {self.exposed_s:.2f} s exposed so far")
             return 1 / seconds
 

@@ -18,7 +18,7 @@ from medusa_ppo.config.model_section import EMBEDDED_ACTORS, MEGATRON_FILES
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.engines.launch import read_heads_config
 from medusa_ppo.offline.options import HUB_PREFIX
-from medusa_ppo.runtime.data_files import data_file
+from medusa_ppo.runtime.data_files import data_file, refuse_split
 
 CONFIG = "config.json"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -135,9 +135,11 @@ def check_run(config: RunConfig, *, data: bool = True) -> None:
     if config.heads.path:
         check_heads(config.heads.path, model)
     if data:
-        for path in (config.data.path, config.data.eval_path, config.data.ptx_path):
+        for path in (config.data.path, config.data.eval_path):
             if path is not None and path != EMBEDDED_DATA:
-                check_data(path)
+                refuse_split(path)
+        if config.data.ptx_path is not None:
+            check_data(config.data.ptx_path)
 
 
 def _read(path: Path) -> ModelFile:

@@ -22,6 +22,7 @@ import psutil
 
 import medusa_ppo
 from medusa_ppo.cli.gpu_suite import described, read_results
+from medusa_ppo.config.run_config import OFF
 from medusa_ppo.reports.store import GIB, commit, gpu_names
 from medusa_ppo.runtime.hardware import OWN_MEMORY, gpu_memory
 from medusa_ppo.runtime.wording import size_text
@@ -482,13 +483,13 @@ def setup_steps(model: str, data: str) -> tuple[SetupStep, ...]:
             f" runs/check-setup/heads-final --data {data} --template 'Question:"
             " {question}\\nAnswer:' --dtype bfloat16 --batches 1,16,64",
             ("Ours against no speculation: ",),
-            "Above x1.00 drafting pays; below it, use engine.num_drafts=0, the plain engine.",
+            f"Above x1.00 drafting pays; below it, run without the plugin ({' '.join(OFF)}).",
         ),
         SetupStep(
             "a run finds its nodes through Ray",
             "two nodes, with 8 GPUs in the first (where you run this) and two in the second, the "
             "checkout under the same path on both, and Ray with its job server (ray[default]) "
-            "started on both as in configs/two-nodes.yaml",
+            "started on both as in docs/cluster.md for a job, with no GPU hidden from it",
             "ray job submit --address=http://127.0.0.1:8265 --entrypoint-num-gpus=1"
             " --entrypoint-resources='{\"engines\": 0.001}' -- medusa-ppo ppo --config two-nodes"
             f" out=$PWD/runs name=check-cluster {there} ppo.steps=5",

@@ -17,7 +17,7 @@ from medusa_ppo.config.companion_section import LOGITS_BYTES, MOST_OF_PIECES
 from medusa_ppo.config.engine_section import SERVER
 from medusa_ppo.config.ppo_section import IN_TURN, SHARED
 from medusa_ppo.config.run_config import RunConfig
-from medusa_ppo.engines.gpu_room import heads_parameters
+from medusa_ppo.engines.gpu_room import CUT, heads_parameters
 from medusa_ppo.engines.launch import cache_bytes, draft_vocabulary
 from medusa_ppo.ppo.megatron.rank_places import ranks_of_engines, ranks_together
 from medusa_ppo.ppo.role_memory import (
@@ -133,6 +133,7 @@ class Process:
         gpus: GPUs per process; below 1 a share of one; 0 on a machine without any.
         parts: what takes memory in each process, in bytes; on its GPU if it has one.
         guest: its GPUs are counted with those of the process that it shares them with.
+        ranks: ranks of an engine: `gpus` are all of theirs, and `parts` those of each.
     """
 
     name: str
@@ -141,10 +142,11 @@ class Process:
     gpus: float
     parts: dict[str, int]
     guest: bool = False
+    ranks: int = 1
 
     @property
     def memory(self) -> int:
-        """Bytes per process."""
+        """Bytes per process; of an engine of several ranks, per rank."""
         return sum(self.parts.values())
 
     @property
@@ -194,7 +196,7 @@ class Plan:
 
     @property
     def memory(self) -> int:
-        return sum(p.count * p.memory for p in self.processes)
+        return sum(p.count * p.ranks * p.memory for p in self.processes)
 
 
 def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
@@ -397,9 +399,12 @@ def _engines(
     ranks = section.ranks
     # Models with several parts keep the sizes of their language model in a section.
     text = {**raw, **(raw.get("text_config") or {})}
+    # Ranks of other kinds have all of the weights, and sequences of their own. More ranks than key
+    # heads hold copies of these.
+    tensor, pipeline = (int(section.extra.get(f"{kind}_parallel_size", 1)) for kind in CUT)
     parts = {
-        "weights": _element(config) * model.parameters // ranks,
-        CACHE: cache_bytes(text, section) // ranks,
+        "weights": _element(config) * model.parameters // (tensor * pipeline),
+        CACHE: cache_bytes(text, section) // (min(tensor, model.kv_heads) * pipeline),
     }
     if section.addresses:
         # An address may hold a password.
@@ -417,10 +422,11 @@ def _engines(
         share = float(ranks * gpus)
     several = f" of {ranks} ranks" * (ranks > 1)
     drafting = parts | {"heads": _element(config) * heads_parameters(heads)} | _remembered(config)
-    found = [Process(f"{ENGINE}{several}", section.replicas, where, share, drafting, guest)]
+    found = [Process(f"{ENGINE}{several}", section.replicas, where, share, drafting, guest, ranks)]
     if config.report.compare_pairs:
         where += "; after the last step, for report.compare_pairs"
-        found.append(Process(f"plain {ENGINE}{several}", section.replicas, where, share, parts))
+        plain = Process(f"plain {ENGINE}{several}", section.replicas, where, share, parts)
+        found.append(replace(plain, ranks=ranks))
     return found
 
 
@@ -688,7 +694,8 @@ def lines(plan: Plan) -> list[str]:
     ]
     for process in plan.processes:
         gpus = f"{process.gpus:g} GPU" if process.gpus else "no GPU"
-        memory = f"{size_text(process.memory)}{' each' if process.count > 1 else ''}"
+        each = " a rank" if process.ranks > 1 else " each" if process.count > 1 else ""
+        memory = size_text(process.memory) + each
         out.append(f"  {process.count} x {process.name:<18} {gpus:<8} {memory:<16} {process.where}")
         out += [f"      {size_text(size):>12}  {what}" for what, size in process.parts.items()]
     for held in plan.roles:

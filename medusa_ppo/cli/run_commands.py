@@ -75,7 +75,7 @@ def ppo(
     """Run the reference PPO loop on any model folder and any dataset.
 
     Example:  [bold]medusa-ppo ppo --config configs/gsm8k.yaml model.path=DIR ppo.steps=20
-    companion.enabled=false[/bold]
+    companion.share=0.1[/bold]
     """
     from medusa_ppo.config.run_config import load_config
 

@@ -122,6 +122,8 @@ class Cycle:
         followed: versions that were compared with the previous one on later batches; `fell_back`:
             those of them that were significantly worse.
         rows: replay estimates of the heads in ROWS on the last judged holdout.
+        replayed_version, replayed_policy_version: number of the serving heads in `rows`, which a
+            verdict may have replaced since, and version of the actor that wrote the holdout.
         trainer: trains, and has the actor's tables.
         passes, positions_frac: passes over the last batch, and the share of its positions that were
             trained on.
@@ -169,6 +171,7 @@ class Cycle:
         self.serving = _copy(self.trainer.heads)
         self.frozen: MedusaHeads | None = None
         self.rows: dict[str, ReplayRow | None] = {}
+        self.replayed_version = self.replayed_policy_version = -1
         self.last_loss = math.nan
         self.last_losses: tuple[float, ...] = ()
         self.passes = self.positions_frac = self.gain = 0.0
@@ -320,6 +323,8 @@ class Cycle:
     def _judge(self, holdout: RolloutBatch) -> Verdict:
         """Apply the gate's verdict."""
         self._unjudged_rows = 0
+        self.replayed_version = self.version
+        self.replayed_policy_version = holdout.policy_version
         fault = find_fault(self.trainer.heads, self.serving) or find_fault(
             self.candidate, self.serving
         )  # The running mean may keep it small.
@@ -494,6 +499,8 @@ class Cycle:
                 self.gain,
                 self._level,
                 self._unjudged_rows,
+                self.replayed_version,
+                self.replayed_policy_version,
             ],
             dtype=torch.float64,
         )
@@ -547,10 +554,16 @@ class Cycle:
             self.trainer.rate, self.positions_frac, *later = state["schedule"].tolist()
             if names == COUNTERS_09356BD:
                 later = []
-            # States before 0.4 lack the last of the four.
+            # States before 0.4 lack the last of the first four, and those of before it was known
+            # whose estimates they hold the two after these.
             later += [0.0] * (4 - len(later))
-            self.passes, self.gain, self._level, unjudged_rows = later
+            self.passes, self.gain, self._level, unjudged_rows, *replayed = later
             self._unjudged_rows = int(unjudged_rows)
+            self.replayed_version, self.replayed_policy_version = (
+                map(int, replayed)
+                if replayed
+                else (self.version - bool(self.fresh), self.last_policy_version)
+            )
         self.last_loss, *losses = (
             state["last_losses"].tolist() if "last_losses" in state else [math.nan]
         )

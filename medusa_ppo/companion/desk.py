@@ -50,6 +50,10 @@ logger = logging.getLogger(__name__)
 FLOAT32_BYTES = 4
 INT64_BYTES = 8
 HEADER_ROOM = 1 << 16
+LATE_STEPS = 8
+"""Steps for which a process may be behind the others, and is known to be. Where a loop taps each
+mini-batch they may be seconds.
+"""
 STEP = ("number", "policy_version", "tables_version", "ranks", "temperature")
 """Fields of a part's header that are the same for all parts of a step."""
 
@@ -79,8 +83,9 @@ class CompanionDesk:
         self._clock = clock
         self._lock = threading.Lock()
         self._parts: list[Part] = []
-        # A step that went before all its parts had come, and the processes that had sent theirs.
-        self._incomplete: tuple[tuple[Any, ...], set[int]] = ((), set())
+        # The last steps that went before all their parts had come, and the processes that had sent
+        # theirs.
+        self._incomplete: dict[tuple[Any, ...], set[int]] = {}
         self._packed_tables: Any = None
         self._tables_version: int | None = None
         self._coming = 0
@@ -251,8 +256,8 @@ class CompanionDesk:
         """Put a part to those of its step, or begin the next one with it."""
         header = part.header
         if not self._parts or not _together(self._parts, header):
-            step, sent = self._incomplete
-            if step == _step(header) and header.rank not in sent:
+            sent = self._incomplete.get(_step(header))
+            if sent is not None and header.rank not in sent:
                 # It must not end the step that is waited for now.
                 if not header.rank and part.tables is not None:
                     # It is complete in itself. Without its tables the first process would send
@@ -260,19 +265,28 @@ class CompanionDesk:
                     self._submit([part])
                 elif header.rows:
                     self._drop(
-                        f"Rows of process {header.rank} came when the next step's had begun to"
+                        f"Rows of process {header.rank} came when a later step's had begun to"
                         " come: nothing is learned from them."
                     )
                 return
             if self._parts and _step(self._parts[0].header) != _step(header):
                 # Else the process repeats itself: several calls of one step. What the others send
                 # for the earlier call is not late, but goes with this one.
-                waiting = {other.header.rank for other in self._parts}
-                self._incomplete = (_step(self._parts[0].header), waiting)
+                self._remember_incomplete()
             self._submit_waiting()
+            # A process that was started again may begin with its numbers of before.
+            self._incomplete.pop(_step(header), None)
         self._parts.append(part)
         if len(self._parts) == header.ranks:
             self._submit_waiting()
+
+    def _remember_incomplete(self) -> None:
+        """The step that is waited for goes without the parts that have not come."""
+        self._incomplete[_step(self._parts[0].header)] = {
+            other.header.rank for other in self._parts
+        }
+        while len(self._incomplete) > LATE_STEPS:
+            self._incomplete.pop(next(iter(self._incomplete)))
 
     def _submit_waiting(self) -> None:
         parts, self._parts = self._parts, []

@@ -104,10 +104,14 @@ class Feeder:
 
     def close(self, timeout_s: float | None) -> None:
         """End the thread after what it was told to put there; wait for that, but not longer than
-        `timeout_s` (None: as long as it should take, by its bytes).
+        `timeout_s`. None: as long as it should take, by its bytes; what could not be put there
+        before is tried once more.
         """
         with self._changed:
             self._over = True
+            if timeout_s is None and self._busy_since is None:
+                # Nobody is left who would tell it to.
+                self._wanted = self._offered is not None
             coming = self._wanted or self._busy_since is not None
             nbytes = self._busy_bytes + (_size(self._offered) if self._wanted else 0)
             self._changed.notify_all()
@@ -128,6 +132,8 @@ class Feeder:
                 "New heads were not in the feed after %.0f s: the companion ends without.",
                 timeout_s,
             )
+        elif self._problem:
+            logger.warning("The companion ends, and its newest heads are not in the feed.")
 
     def _run(self) -> None:
         while (offered := self._next()) is not None:

@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from heads.errors import DataError
 from heads.heads_config import GAP
 from heads.tensorfile import Header, read_header, read_tensors, save_state
+from heads.vocabulary import truncate_logits
 from medusa_ppo.companion.wire import TableRows, tied
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
@@ -66,6 +67,10 @@ wanted.
 """
 LOGPROB_ROWS = 1024
 """Rows whose logits over the whole vocabulary are computed at once."""
+CUT_SHARE = 8
+"""One in so many of these rows is cut at once: sorting for top-p takes several times the memory of
+the logits.
+"""
 Tables = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -401,24 +406,46 @@ def with_logprobs(
     give_way: Callable[[], None] = lambda: None,
 ) -> RolloutBatch:
     """The batch with the log-probs of these rows (`rows_without_logprobs`), computed from their own
-    states on the device of the table, which is that of their actor.
+    states on the device of the table, which is that of their actor: under the distribution that was
+    sampled from, after temperature, top-k and top-p.
 
     Args:
+        lm_head_VD: all rows of it, whatever tokens drafts come from.
         give_way: called between two pieces of work; may wait.
     """
     if not missing:
         return batch
     logprobs_M = batch.logprobs_M.clone()
-    device, dtype = lm_head_VD.device, lm_head_VD.dtype
     for first, end in missing:
         for start in range(first, end, LOGPROB_ROWS):
             give_way()
             rows = slice(start, min(end, start + LOGPROB_ROWS))
-            logits_NV = (batch.hidden_MD[rows].to(device, dtype) @ lm_head_VD.T).float()
-            scaled_NV = logits_NV / batch.temperature
-            chosen_N1 = scaled_NV.gather(1, batch.response_ids_M[rows].to(device)[:, None])
-            logprobs_M[rows] = (chosen_N1[:, 0] - scaled_NV.logsumexp(1)).cpu()
+            logprobs_M[rows] = _logprobs(batch, rows, lm_head_VD, give_way).cpu()
     return replace(batch, logprobs_M=logprobs_M)
+
+
+def _logprobs(
+    batch: RolloutBatch, rows: slice, lm_head_VD: torch.Tensor, give_way: Callable[[], None]
+) -> torch.Tensor:
+    """`with_logprobs` of one block of rows, `N`."""
+    device, dtype = lm_head_VD.device, lm_head_VD.dtype
+    ids_N1 = batch.response_ids_M[rows].to(device)[:, None]
+    scaled_NV = (batch.hidden_MD[rows].to(device, dtype) @ lm_head_VD.T).float()
+    scaled_NV /= batch.temperature
+    chosen_N1 = scaled_NV.gather(1, ids_N1)
+    if batch.top_k <= 0 and batch.top_p >= 1:
+        return chosen_N1[:, 0] - scaled_NV.logsumexp(1)
+    logprobs_N = torch.empty_like(chosen_N1[:, 0])
+    count = max(1, LOGPROB_ROWS // CUT_SHARE)
+    for start in range(0, len(scaled_NV), count):
+        if start:
+            give_way()
+        part = slice(start, start + count)
+        cut_CV = truncate_logits(scaled_NV[part], batch.top_k, batch.top_p)
+        # The engine rounds differently. What it sampled belongs to what it sampled from.
+        cut_CV.scatter_(1, ids_N1[part], chosen_N1[part])
+        logprobs_N[part] = chosen_N1[part, 0] - cut_CV.logsumexp(1)
+    return logprobs_N
 
 
 def joined(batches: Sequence[RolloutBatch]) -> RolloutBatch:

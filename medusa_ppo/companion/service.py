@@ -64,6 +64,8 @@ from medusa_ppo.runtime.hardware import (
 logger = logging.getLogger(__name__)
 
 STATE_FILE = "companion.safetensors"
+VERSIONS = "v[0-9]*"
+"""Name pattern of the folders that hold a version each, in `heads` of the run's folder."""
 MARKER = "started"
 FEED_NUMBER = "feed-number"
 """File next to the state. In the state the number would be that of before the last upload, and of a
@@ -337,6 +339,8 @@ class CompanionService:
             versions_followed=cycle.followed,
             versions_worse=cycle.fell_back,
             fresh=bool(cycle.fresh),
+            replayed_version=cycle.replayed_version,
+            replayed_policy_version=cycle.replayed_policy_version,
             positions_frac=cycle.positions_frac,
             rate=trainer.rate,
             gpu_gib=(
@@ -350,8 +354,8 @@ class CompanionService:
         """Wait until everything submitted is trained on; False if the time is up first.
 
         Args:
-            feed: wait for what goes into the feed, too. A loop that gives the companion a turn has
-                no time for that.
+            feed: try again what could not be put into the feed, and wait for it, too. A loop that
+                gives the companion a turn has no time for that.
         """
         ends_s = time.monotonic() + timeout_s
         with self._idle:
@@ -359,6 +363,7 @@ class CompanionService:
                 return False
         if not feed or self._feeder is None:
             return True
+        self._feeder.again()
         return self._feeder.drain(max(0.0, ends_s - time.monotonic()))
 
     def save(self, folder: str) -> str:
@@ -672,7 +677,7 @@ class CompanionService:
         folder = self._run_dir / "heads" / f"v{cycle.version:06d}"
         lm_head_VD = cycle.trainer.lm_head_VD if heads.config.lm_head == "shared" else None
         save_heads(folder, heads, lm_head_VD=lm_head_VD, metadata=metadata, version=cycle.version)
-        forget_oldest(folder, "v[0-9]*")
+        forget_oldest(folder, VERSIONS)
 
     def _tried(self, what: str, write: Callable[[], object]) -> None:
         """Report a file that can't be written (a full or read-only disk, a folder of heads that was

@@ -13,7 +13,8 @@ class DataConfig(Section):
 
     path: Text = EMBEDDED_DATA
     """The prompts: a JSONL, Parquet, CSV or text file, or a hub name (`NAME:SUBSET` for one with
-    subsets). `demo` is generated arithmetic. Set it to your data.
+    subsets; its split is `split`, not part of the name). `demo` is generated arithmetic. Set it to
+    your data.
     """
     split: Text = "train"
     """Split of a hub dataset. `train[:1000]` takes the first thousand rows, and works for files
@@ -48,6 +49,6 @@ class DataConfig(Section):
     """
     ptx_path: Text | None = None
     """Texts that the actor also trains on during PPO, weighted by ppo.ptx_coefficient: a dataset
-    with a column `text`, or a text file; null: none. Set it when the actor forgets things that the
-    reward does not ask for.
+    with a column `text` (`NAME@SPLIT` for another split than `train`), or a text file; null: none.
+    Set it when the actor forgets things that the reward does not ask for.
     """

@@ -130,6 +130,20 @@ class EngineConfig(Section):
         return math.prod(int(self.extra.get(f"{kind}_parallel_size", 1)) for kind in RANK_KINDS)
 
     @property
+    def suits_v2(self) -> bool:
+        """Whether drafting was tested on vLLM's V2 runner with such settings, and is recorded as
+        CUDA graphs there. V1 launches its kernels one by one, and on an H100 that took longer than
+        the drafts saved.
+        """
+        return (
+            self.ranks == 1
+            and not self.enforce_eager
+            # Sleep and broadcasts were tested on V1 alone.
+            and not self.sleep_level
+            and self.transfer == "file"
+        )
+
+    @property
     def addresses(self) -> tuple[str, ...]:
         """Addresses of running servers; none if we start the engines."""
         return (

@@ -62,14 +62,19 @@ OLD_KEYS = {
         "All positions are trained on; a batch larger than half of companion.queue_bytes is"
         " sampled. Leave the key out, or set a smaller companion.queue_bytes."
     ),
-    "companion.holdout_fraction": "A fifth of the responses is always held out from training.",
+    "companion.holdout_fraction": (
+        "The answers to a fifth of the prompts are held out; of a large batch a stretch of one"
+        " answer to each, a sixteenth of its rows; of fewer than 28 prompts none."
+    ),
     "companion.queue_lag": "Waiting batches are dropped when they are more than two policy "
     "versions old.",
     "companion.replay_decay": "A batch is replayed half as much with each policy version.",
     "companion.replay_bytes": "It is twice companion.queue_bytes.",
     "companion.save_replay": "A run with companion.wait=true saves them.",
     "companion.draft_temperature": "Heads are judged at engine.draft_temperature.",
-    "companion.checkpoint_every": "The companion's state is saved after each batch.",
+    "companion.checkpoint_every": (
+        "The companion's state is saved with each version, and otherwise every 8 batches."
+    ),
     "companion.max_restarts": "It is restarted up to a hundred times.",
     "companion.hang_s": "It is ended and restarted after 300 s without an answer.",
     "companion.niceness": (

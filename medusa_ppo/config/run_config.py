@@ -40,6 +40,10 @@ from medusa_ppo.config.report_section import ReportConfig
 from medusa_ppo.config.sampling_section import SamplingConfig
 from medusa_ppo.config.section import Contradiction, Section, Text
 
+OFF = ("companion.enabled=false", "engine.num_drafts=0")
+"""Overrides that switch the plugin off: with only one of them the engine still starts with heads.
+"""
+
 
 class RunConfig(Section):
     """Everything that `medusa-ppo ppo` reads."""

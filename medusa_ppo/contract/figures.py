@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from medusa_ppo.contract.metrics import (
     ACCEPTANCE_PER_POSITION,
     ACCEPTED,
+    ACCEPTED_PER_ENGINE,
     COMPANION_DROPPED,
     COMPANION_GPU,
     COMPANION_LEFT_OUT,
@@ -23,6 +24,7 @@ from medusa_ppo.contract.metrics import (
     DRAFT_CHOICES,
     DRAFT_SPEEDUP,
     DRAFTS,
+    DRAFTS_PER_ENGINE,
     GENERATE_S,
     HEADS_VERSION,
     LOGGED,
@@ -34,6 +36,7 @@ from medusa_ppo.contract.metrics import (
     POLICY_VERSION,
     REPLAY_CANDIDATE,
     REPLAY_FROZEN,
+    REPLAY_HEADS_VERSION,
     REPLAY_POLICY_VERSION,
     REPLAY_SERVING,
     RESPONSE_LENGTH,
@@ -50,7 +53,13 @@ if TYPE_CHECKING:
     from medusa_ppo.contract.rollouts import Rollouts
     from medusa_ppo.contract.status import CompanionStatus, PublishedHeads
 
-REPLAYED = (REPLAY_SERVING, REPLAY_CANDIDATE, REPLAY_FROZEN, REPLAY_POLICY_VERSION)
+REPLAYED = (
+    REPLAY_SERVING,
+    REPLAY_CANDIDATE,
+    REPLAY_FROZEN,
+    REPLAY_HEADS_VERSION,
+    REPLAY_POLICY_VERSION,
+)
 """What the companion's last judgement gave."""
 
 
@@ -118,12 +127,12 @@ def serving_figures(
     choices of an engine that chooses K.
     """
     more: dict[str, Any] = {DRAFT_CHOICES: choices} if choices else {}
-    if counts := [sum(row["steps"]) for row in choices]:
-        # Each cell of running sequences is weighted by its number of steps.
-        weighted = sum(row["speedup"] * n for row, n in zip(choices, counts, strict=True))
-        more[DRAFT_SPEEDUP] = weighted / max(1, sum(counts))
+    if (speedup := mean_speedup(choices)) is not None:
+        more[DRAFT_SPEEDUP] = speedup
     if rollouts.engines:
         more[MAL_PER_ENGINE] = [share.counters.mean_acceptance_length for share in rollouts.engines]
+        more[DRAFTS_PER_ENGINE] = [share.counters.drafts for share in rollouts.engines]
+        more[ACCEPTED_PER_ENGINE] = [share.counters.accepted for share in rollouts.engines]
         more[TOKENS_PER_ENGINE] = [share.generated_tokens for share in rollouts.engines]
     staleness = rollouts.policy_version - (serving.policy_version if serving else 0)
     return (
@@ -131,6 +140,16 @@ def serving_figures(
         | {HEADS_VERSION: rollouts.heads_version, STALENESS: staleness}
         | counter_figures(rollouts)
     )
+
+
+def mean_speedup(choices: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean of the rows' speed-ups, each weighted by its number of steps. Rows without one, where
+    steps without drafts were not measured, are left out; None: all are.
+    """
+    known = [(row["speedup"], sum(row["steps"])) for row in choices if row["speedup"] is not None]
+    if not known:
+        return None
+    return sum(speedup * steps for speedup, steps in known) / max(1, sum(n for _, n in known))
 
 
 def companion_figures(status: CompanionStatus) -> dict[str, Any]:
@@ -156,7 +175,8 @@ def companion_figures(status: CompanionStatus) -> dict[str, Any]:
     if status.last_loss == status.last_loss:
         values[COMPANION_LOSS] = status.last_loss
     if status.serving is not None:
-        values[REPLAY_POLICY_VERSION] = status.last_policy_version
+        values[REPLAY_HEADS_VERSION] = status.replayed_version
+        values[REPLAY_POLICY_VERSION] = status.replayed_policy_version
     rows = [
         (REPLAY_SERVING, status.serving),
         (REPLAY_CANDIDATE, status.candidate),
@@ -190,12 +210,16 @@ def lengths_over_frozen(status: CompanionStatus) -> dict[int, float]:
 
 def seconds_saved(rollouts: Rollouts, lengths: Mapping[int, float]) -> float:
     """Seconds of generation that the first published heads would have needed beyond those of the
-    serving ones: more engine steps, each of which takes as long. 0 without drafts, and before both
-    are judged.
+    serving ones: more of the steps with drafts, each as long as a step is on average. 0 without
+    drafts, and before both are judged.
 
     Args:
         lengths: what `lengths_over_frozen` said so far.
     """
-    if not rollouts.counters.drafts:
+    counters = rollouts.counters
+    if not counters.drafts:
         return 0.0
-    return rollouts.seconds * (lengths.get(rollouts.heads_version, 1.0) - 1.0)
+    # Each step of a request writes one token, and those drafts that were accepted.
+    request_steps = max(counters.drafts, rollouts.generated_tokens - counters.accepted)
+    drafted_s = rollouts.seconds * counters.drafts / request_steps
+    return drafted_s * (lengths.get(rollouts.heads_version, 1.0) - 1.0)

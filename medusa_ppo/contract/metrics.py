@@ -46,10 +46,12 @@ MAL_SERVING = "mal_serving"
 ACCEPTANCE_PER_POSITION = "acceptance_per_position"
 """Accepted at position k / draft steps, from vLLM's counters."""
 DRAFT_CHOICES = "draft_choices"
-"""If K is chosen: decode steps by running sequences and drafts, and the speed-up of the choice.
+"""If K is chosen: decode steps by running sequences and drafts, and the speed-up of the choice (1:
+to draft nothing; null: steps without drafts were not measured).
 """
 DRAFT_SPEEDUP = "draft_speedup"
-"""If K is chosen: the engine's own estimate of the choice's tokens/s over those without drafts.
+"""If K is chosen: the engine's own estimate of the choice's tokens/s over those without drafts,
+which is never below 1.
 """
 DRAFTS = "drafts"
 """Draft steps counted by vLLM."""
@@ -57,14 +59,24 @@ ACCEPTED = "accepted"
 """Draft tokens accepted, counted by vLLM."""
 MAL_PER_ENGINE = "mal_per_engine"
 """Mean acceptance length of each engine of a pool, from its counters."""
+DRAFTS_PER_ENGINE = "drafts_per_engine"
+"""Draft steps of each engine of a pool, counted by vLLM."""
+ACCEPTED_PER_ENGINE = "accepted_per_engine"
+"""Draft tokens accepted in each engine of a pool, counted by vLLM."""
 TOKENS_PER_ENGINE = "generated_tokens_per_engine"
 """Response tokens of each engine of a pool."""
 REPLAY_SERVING = "replay_mal_serving"
-"""Replay estimate of the serving heads on this step's holdout."""
+"""Replay estimate of the serving heads on the holdout that was judged last, which is repeated until
+the next one; replay_heads_version says which heads these were.
+"""
 REPLAY_CANDIDATE = "replay_mal_candidate"
-"""Replay estimate of the newly trained heads on this step's holdout."""
+"""Replay estimate of the newly trained heads on the same holdout."""
 REPLAY_FROZEN = "replay_mal_frozen"
-"""Replay estimate of the first published heads on this step's holdout."""
+"""Replay estimate of the first published heads on the same holdout."""
+REPLAY_HEADS_VERSION = "replay_heads_version"
+"""Version of the serving heads when that holdout was judged; if they were replaced by it,
+heads_version is a later one.
+"""
 REPLAY_POLICY_VERSION = "replay_policy_version"
 """Version of the actor whose rollouts the replay estimates were made on."""
 
@@ -203,7 +215,9 @@ COMPANION_TRAIN_S = "companion_train_s"
 COMPANION_HIDDEN_S = "companion_hidden_s"
 """Of these, seconds in which no hook waited for it."""
 COMPANION_SAVED_S = "companion_saved_s"
-"""Seconds of generation saved, compared with the first published heads, by replay."""
+"""Seconds of generation saved in steps with drafts, compared with the first published heads, by
+replay.
+"""
 COMPANION_LOST_S = "companion_lost_s"
 """Seconds that the companion took from the loop: in hooks, and on shared cores or devices."""
 COMPANION_TAKEN = "companion_taken_frac"

@@ -44,7 +44,9 @@ class CompanionStatus:
     `gain` is how much better the candidate then was than the serving heads. `versions_followed`
     were compared with their predecessor on later batches, and `versions_worse` were significantly
     worse. `fresh`: `candidate` is the estimate of the last published version, and `serving` that of
-    the one before. `incarnation`: which process.
+    the one before. `replayed_version` is the version of the heads in `serving`, and
+    `replayed_policy_version` that of the actor whose rollouts all three were judged on; below 0: no
+    batch was judged. `incarnation`: which process.
     """
 
     alive: bool = True
@@ -77,6 +79,8 @@ class CompanionStatus:
     rate: float = 1.0
     worked_s: float = 0.0
     fresh: bool = False
+    replayed_version: int = -1
+    replayed_policy_version: int = -1
     incarnation: str = ""
 
 

@@ -25,6 +25,8 @@ from itertools import accumulate
 from statistics import median
 from typing import Any
 
+from medusa_ppo.contract.figures import mean_speedup
+
 KEPT_STEPS = 96
 """Number of last steps of a kind whose median is the kind's time: enough to resolve 5 % on a noisy
 machine, and few enough to follow a machine that changes within seconds.
@@ -417,7 +419,8 @@ class DraftChooser:
 
         Each row: `running` (this many to not quite twice as many), `steps` (with 0..K drafts) and
         `speedup` (tokens per second of the present choice relative to those without drafts, both
-        from measured steps).
+        from measured steps; 1: the choice is to draft nothing; None: steps without drafts were not
+        measured).
         """
         seen = self._seen
         self._seen = {}
@@ -426,7 +429,7 @@ class DraftChooser:
             running = 2 ** (size - 1)
             rates = self.tokens_per_second(running)
             steps = [seen.get((size, k), 0) for k in range(self.max_drafts + 1)]
-            speedup = rates[self._best(running, rates)] / rates[0] if 0 in rates else 1.0
+            speedup = rates[self._best(running, rates)] / rates[0] if 0 in rates else None
             rows.append({"running": running, "steps": steps, "speedup": speedup})
         return rows
 
@@ -435,16 +438,14 @@ def merge_choices(reports: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Merge the reports of several engines: steps add up, speed-ups are averaged with steps as
     weights.
     """
-    merged: dict[int, dict[str, Any]] = {}
+    found: dict[int, list[dict[str, Any]]] = {}
     for row in (row for report in reports for row in report):
-        other = merged.get(row["running"])
-        if other is None:
-            merged[row["running"]] = dict(row)
-            continue
-        mine = sum(row["steps"])
-        theirs = sum(other["steps"])
-        other["speedup"] = (row["speedup"] * mine + other["speedup"] * theirs) / max(
-            mine + theirs, 1
-        )
-        other["steps"] = [a + b for a, b in zip(row["steps"], other["steps"], strict=True)]
-    return [merged[running] for running in sorted(merged)]
+        found.setdefault(row["running"], []).append(row)
+    return [
+        {
+            "running": running,
+            "steps": [sum(counts) for counts in zip(*(row["steps"] for row in rows), strict=True)],
+            "speedup": mean_speedup(rows),
+        }
+        for running, rows in sorted(found.items())
+    ]

@@ -12,6 +12,7 @@ layer), V vocabulary.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -353,29 +354,38 @@ class ContextHeads:
         self._embed = embed
         self._pack = pack
         self._known_dtype = dtype
+        self._queries: Sequence[torch.Tensor] = ()
+        self._next_weight: weakref.ref[torch.Tensor] | None = None
         self.load(with_embedding)
 
     @torch.no_grad()
     def load(self, with_embedding: bool = True) -> None:
-        """Reread the heads and the embedding table after a swap."""
+        """Reread the heads and the embedding table after a swap. What products read stays where it
+        is: a new place for it would not lie in the memory that a sleeping engine gives away, and
+        one rank of several might have no room.
+        """
         heads = self.heads
         D = self.config.hidden_size
-        scale = (D // self.config.context_parts) ** 0.5
-        # Attention divides scores by sqrt(w). This factor is put into the queries' weights, once
-        # per swap; they are cloned, because the trained weights must not change.
-        into = [self._layer(layer, "in").clone() for layer in range(self.config.context_layers)]
-        for weight_3D2D in into:
-            weight_3D2D[:D] /= scale
+        layers = range(self.config.context_layers)
+        into = [self._layer(layer, "in") for layer in layers]
         # One product for the first layer's query and all layers' keys and values; the queries of
         # further layers need the output of the previous layers.
         kept = [weight_3D2D[D:] for weight_3D2D in into]
-        first_R2D = torch.cat([into[0][:D], *kept])
-        asked = [weight_3D2D[:D] for weight_3D2D in into[1:]]
+        parts = [[into[0][:D], *kept], *([weight_3D2D[:D]] for weight_3D2D in into[1:])]
+        before: Sequence[torch.Tensor | None] = self._queries or [None for _ in parts]
+        self._queries = [
+            torch.cat(below, out=held) for below, held in zip(parts, before, strict=True)
+        ]
+        # Attention divides scores by sqrt(w). This factor is put into the queries' weights, once
+        # per swap.
+        scale = (D // self.config.context_parts) ** 0.5
+        for weight_X2D in self._queries:
+            weight_X2D[:D] /= scale
+        first_R2D, *asked = self._queries
         self._into = self._pack(first_R2D[:, :D])
         # `pack` chooses the dtype but doesn't report it; multiplying one row shows it.
         self.dtype = self._known_dtype or self._into(first_R2D[:1, :D]).dtype
         self._ask = [self._pack(weight_D2D[:, :D]) for weight_D2D in asked]
-        layers = range(self.config.context_layers)
         self._out = [self._pack(self._layer(layer, "out")) for layer in layers]
         self._feed: list[tuple[LINEAR, LINEAR]] = []
         if self.config.feed_forward:
@@ -388,7 +398,11 @@ class ContextHeads:
             ]
         self._start = self._pack(heads.cell_start.detach())
         self._last = self._pack(heads.cell_out.detach())
-        self._next = self._pack(torch.cat([heads.cell_out, heads.cell_step]).detach())
+        # Packed products have a copy of their own, and nothing else holds this weight then.
+        held = None if self._next_weight is None else self._next_weight()
+        next_XH = torch.cat([heads.cell_out, heads.cell_step], out=held)
+        self._next_weight = weakref.ref(next_XH)
+        self._next = self._pack(next_XH)
         self._blocks = [
             [self._pack(block_DD.detach()) for block_DD in block_KDD] for block_KDD in heads.blocks
         ]

@@ -184,17 +184,21 @@ class Copier:
         self.config = heads.config
         self._embed = embed
         self._pack = pack
+        self._query: torch.Tensor | None = None
         self.load(with_embedding)
 
     @torch.no_grad()
     def load(self, with_embedding: bool = True) -> None:
-        """Read the heads and the embedding table again. Existing keys become stale."""
+        """Read the heads and the embedding table again, as `ContextHeads.load` does. Existing keys
+        become stale.
+        """
         heads = self.heads
         config = self.config
         device = heads.copy_query.device
         # Attention divides scores by sqrt(w). This factor is put into the queries' weights.
         scale = (config.copy_width // config.copy_parts) ** 0.5
-        self._query_and_key = (heads.copy_query.detach() / scale, heads.copy_key.detach())
+        self._query = torch.div(heads.copy_query, scale, out=self._query)
+        self._query_and_key = (self._query, heads.copy_key.detach())
         self._none_A = heads.copy_none.detach().float()
         self._value = heads.copy_value.detach()
         self._out = heads.copy_out.detach()
@@ -276,23 +280,34 @@ class Copier:
         among these.
         """
         ring.write_ids(slots_N, positions_N, ids_N)
+        self._write_keys(ring, slots_N, positions_N)
+
+    def _write_keys(self, ring: TextRing, slots_N: torch.Tensor, positions_N: torch.Tensor) -> None:
+        """Make the keys of tokens in the ring."""
         # The embedding's rows, and normalised.
         row_bytes = 2 * self.config.copy_tokens * self.config.hidden_size * self.dtype.itemsize
-        for rows in pieces(len(ids_N), row_bytes):
+        for rows in pieces(len(slots_N), row_bytes):
             keys_NC = self._last_tokens(ring, slots_N[rows], positions_N[rows], half=1)
             keys_NAw = keys_NC.unflatten(1, (self.config.copy_parts, -1))
             ring.write_keys(slots_N[rows], positions_N[rows], keys_NAw.to(ring.keys_SALw.dtype))
 
     @torch.no_grad()
-    def write_again(self, ring: TextRing) -> None:
-        """Renew the keys of everything in the ring with these heads, after a swap or a sync."""
-        slots_X = (ring.newest_S[: ring.spare] >= 0).nonzero()[:, 0]
-        for slot in slots_X.tolist():
-            newest = int(ring.newest_S[slot])
-            first = max(0, newest + 1 - ring.places)
-            positions_N = torch.arange(first, newest + 1, device=slots_X.device)
-            slots_N = torch.full_like(positions_N, slot)
-            self.write(ring, slots_N, positions_N, ring.ids_at(slots_N, positions_N))
+    def write_again(self, ring: TextRing, slots_X: torch.Tensor) -> None:
+        """Renew the keys of the texts in these slots with these heads, after a swap or a sync.
+
+        Args:
+            slots_X: each of them once.
+        """
+        ends_X = ring.newest_S[slots_X] + 1
+        count_X = ends_X.clamp_max(ring.places)
+        # The one number that the host waits for, however many texts there are.
+        count = int(count_X.sum())
+        # The tokens of all texts, one text after the other.
+        shift_X = ends_X - count_X.cumsum(0)
+        shift_N = shift_X.repeat_interleave(count_X, output_size=count)
+        positions_N = torch.arange(count, device=slots_X.device) + shift_N
+        slots_N = slots_X.repeat_interleave(count_X, output_size=count)
+        self._write_keys(ring, slots_N, positions_N)
 
     @torch.no_grad()
     def find(

@@ -27,7 +27,7 @@ import httpx
 import torch
 from prometheus_client.parser import text_string_to_metric_families
 
-from heads.errors import EngineError, SwapError
+from heads.errors import EngineError, NoRoomError, SwapError
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
@@ -71,8 +71,8 @@ LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 next request's.
 """
 AFTER_CLOSE_S = 5.0
-"""How long a closed engine waits for an answer. A server that loads an actor answers when it has
-it, and does what it was asked for whether or not somebody waits.
+"""How long a closed engine, or one after Ctrl-C, waits for an answer. A server that loads an actor
+answers when it has it, and does what it was asked for whether or not somebody waits.
 """
 LEFT = {"/resume": "be paused", STATE_ROUTE: "have the file that was sent to it in /dev/shm"}
 """What a server is left with that is not asked for this."""
@@ -274,16 +274,18 @@ class ServerEngine(base.WorkerEngine):
 
     def _even_if_closed(self, ask: Callable[[], object], verb: str, path: str) -> None:
         """What has to follow a call, because others may use the server: `ask`, or the same once
-        more with a new client if `close` breaks that off, as it may have broken off the call.
+        more with a new client if `close` breaks that off, as it may have broken off the call. After
+        Ctrl-C nobody waits for it either.
         """
-        try:
-            ask()
-        except (EngineError, RuntimeError):  # The latter: httpx's, of a client that is closed.
-            if not self._client.is_closed:
-                raise
-        else:
-            return
-        if self._started_here:
+        if not _is_interrupted():
+            try:
+                ask()
+            except (EngineError, RuntimeError):  # The latter: httpx's, of a client that is closed.
+                if not self._client.is_closed:
+                    raise
+            else:
+                return
+        if self._started_here and self._client.is_closed:
             return  # It is being ended.
         with self._client.again() as client:
             try:
@@ -324,7 +326,8 @@ class ServerEngine(base.WorkerEngine):
             yield path
             return
         if answer.status_code != httpx.codes.OK:
-            raise SwapError(
+            full = answer.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE
+            raise (NoRoomError if full else SwapError)(
                 "The server did not take the file that was sent to it.",
                 given=f"{self._address}{STATE_ROUTE}: {answer.status_code} {answer.text[:500]}",
                 expected=f"200 for {size} bytes",
@@ -707,6 +710,12 @@ class ServerEngine(base.WorkerEngine):
                 if len(content) > MOST_ANSWER_BYTES or time.monotonic() > deadline:
                     raise httpx.ReadTimeout(f"{len(content)} bytes in {within_s:.0f} s and no end")
             return httpx.Response(stream.status_code, content=bytes(content))
+
+
+def _is_interrupted() -> bool:
+    """Whether this follows Ctrl-C, or another exception that is no error."""
+    error = sys.exc_info()[1]
+    return error is not None and not isinstance(error, Exception)
 
 
 def _in_words(actor_sum: str) -> str:

@@ -249,8 +249,18 @@ def plan_launch(
             draft_vocabulary(config, heads) or 0,
             sampled=drafting["sampled"],
         ),
-        _weights_bytes(model_path, model) / SLOW_READ_BYTES_PER_S,
+        reading_s(model_path, model),
     )
+
+
+def reading_s(model_path: str | Path, model: Mapping[str, Any] | None = None) -> float:
+    """Seconds that reading a model's weights may take. Raises ModelError.
+
+    Args:
+        model: the model's configuration; None: it is read here.
+    """
+    config = read_model_config(model_path) if model is None else model
+    return _weights_bytes(model_path, config) / SLOW_READ_BYTES_PER_S
 
 
 def _weights_bytes(model_path: str | Path, model: Mapping[str, Any]) -> int:
@@ -292,22 +302,27 @@ def checked_runner(config: EngineConfig, *, images: bool) -> str:
         return "v2"
     if config.runner == "v1":
         return "v1"
-    version = vllm_version()
-    first = text_of(FIRST_V2)
-    lacks: list[tuple[str, str]] = []
-    if not has_v2(version):
-        lacks.append((f"vLLM {version}", f"vLLM {first} or later that was tested"))
-    if is_cpu_build() and os.environ.get("TRITON_INTERPRET") != "1":
-        lacks.append(("vLLM's CPU build", "a GPU (tests run it on Triton's interpreter)"))
-    if lacks:
-        given, expected = lacks[0]
+    if lack := _lack_of_v2():
+        given, expected = lack
+        do = "Set engine.runner=v1, or leave it out."
+        if v2_asked():
+            # Perhaps nobody set engine.runner: it follows the variable in engines of other loops.
+            given = f"{given}, {V2_SWITCH}=1"
+            do = f"Unset {V2_SWITCH} where the engines start, and leave engine.runner out."
         raise UnsupportedVersionError(
-            "vLLM's V2 model runner is not available here.",
-            given=given,
-            expected=expected,
-            do="Set engine.runner=v1, or leave it out.",
+            "vLLM's V2 model runner is not available here.", given=given, expected=expected, do=do
         )
     return "v2"
+
+
+def _lack_of_v2() -> tuple[str, str] | None:
+    """Why the V2 runner is not available, as `given` and `expected` of an error; None if it is."""
+    version = vllm_version()
+    if not has_v2(version):
+        return f"vLLM {version}", f"vLLM {text_of(FIRST_V2)} or later that was tested"
+    if is_cpu_build() and os.environ.get("TRITON_INTERPRET") != "1":
+        return "vLLM's CPU build", "a GPU (tests run it on Triton's interpreter)"
+    return None
 
 
 def _runner_of_environment(asked: str | None) -> str:
@@ -324,18 +339,8 @@ def _runner_of_environment(asked: str | None) -> str:
 
 
 def _is_fastest_on_v2(config: EngineConfig) -> bool:
-    """Whether drafting is recorded as CUDA graphs there (`vllm_plugin.draft_graphs`). V1 launches
-    its kernels one by one, and on an H100 that took longer than the drafts saved.
-    """
-    return (
-        not is_cpu_build()
-        and has_graphs(vllm_version())
-        and config.ranks == 1
-        and not config.enforce_eager
-        # Sleep and broadcasts were tested on V1 alone.
-        and not config.sleep_level
-        and config.transfer == "file"
-    )
+    """Whether drafting is recorded as CUDA graphs there (`vllm_plugin.draft_graphs`)."""
+    return not is_cpu_build() and has_graphs(vllm_version()) and config.suits_v2
 
 
 def _drafting(config: EngineConfig, heads: HeadsConfig | None) -> Drafting:
@@ -513,12 +518,12 @@ def _refuse_with_heads(extra: dict[str, Any], runner: str) -> None:
             )
     # vLLM follows the variable, whatever was checked here.
     if v2_asked() and runner != "v2":
-        do = "Unset the variable, or set engine.runner=v2."
+        also = "" if _lack_of_v2() else ", or set engine.runner=v2"
         raise ConfigError(
             "The environment selects a different model runner.",
             given=f"{V2_SWITCH}=1",
             expected=f"engine.runner={runner}",
-            do=do,
+            do=f"Unset {V2_SWITCH}{also}.",
         )
 
 

@@ -9,8 +9,10 @@ and lost ones are restarted.
     lost engine   its pieces go to the others; it is restarted in the background, catches up, and
                   takes pieces again. A server at an address is looked for until it is back
 
-An engine answers only with the pool's versions: one that missed a swap or sync gets it before its
-next piece. A pool of one restarts its engine when it is lost; the engine samples as it would alone.
+An engine answers only with the pool's actor: one that missed a sync gets it before its next piece,
+and if it has no room for it, it gets no pieces until the next one. So it is with heads, but drafts
+of older ones, or none, do no harm: an engine that does not take newer ones goes on without. A pool
+of one restarts its engine when it is lost; the engine samples as it would alone.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
 
-from heads.errors import DataError, EngineError, SwapError
+from heads.errors import DataError, EngineError, NoRoomError, SwapError
 from medusa_ppo.contract.rollouts import Counters, EngineShare, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
 from medusa_ppo.drafting.choice import merge_choices
@@ -77,9 +79,11 @@ class Seat:
     why: str = ""
     settings: Drafting = field(default_factory=Drafting)
     versions: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, int] = field(default_factory=dict)
+    """The versions that it did not take, of which a warning has told."""
     remembers: bool = True
     behind: bool = False
-    """Nobody can give it the pool's actor before the next sync; until then it gets no pieces."""
+    """It can't get the pool's actor before the next sync; until then it gets no pieces."""
     share: EngineShare = field(default_factory=EngineShare)
     speed: float | None = None
     """Tokens per second in the calls so far, weighting newer ones more; None: it has answered
@@ -462,8 +466,17 @@ class EnginePool(base.RolloutEngine):
         for what, (path, version, checked) in self._kept.items():
             # A server that was restarted between two calls says itself that its heads are gone.
             gone = what == "heads" and engine.heads_version < 0
-            if gone or seat.versions.get(what) != version:
+            if not gone and seat.versions.get(what) == version:
+                continue
+            try:
                 getattr(engine, METHODS[what])(path, version, checked)
+            except SwapError as error:
+                if not self._goes_on_without(seat, what, error):
+                    raise
+                self._note_refused(seat, what, version, error)
+                if what == "actor":
+                    return False
+            else:
                 seat.versions[what] = version
         if seat.settings != self._settings:
             engine.configure(**self._settings)
@@ -472,6 +485,22 @@ class EnginePool(base.RolloutEngine):
             engine.remember(self.memory.rows(self.policy_version))
             seat.remembers = True
         return True
+
+    @staticmethod
+    def _goes_on_without(seat: Seat, what: str, error: SwapError) -> bool:
+        """Whether an engine that refused the pool's version is used all the same; otherwise it is
+        started again, which helps if it is damaged.
+        """
+        assert seat.engine is not None
+        has_older = what == "heads" and seat.engine.heads_version >= 0
+        return has_older or isinstance(error, NoRoomError)
+
+    @staticmethod
+    def _note_refused(seat: Seat, what: str, version: int, error: SwapError) -> None:
+        """Log a refusal once per version: the pool asks again before each call's pieces."""
+        if seat.refused.get(what) != version:
+            logger.warning("Engine %d did not accept %s. %s", seat.index, NAMES[what], error)
+        seat.refused[what] = version
 
     def _joined(
         self,
@@ -542,6 +571,9 @@ class EnginePool(base.RolloutEngine):
         self._forget(what)
         self._kept[what] = (file, version, found)
         self._none_is_behind(what)
+        for seat, answer in answers:
+            if isinstance(answer, SwapError):
+                seat.refused[what] = version
         sums = {receipt.checksum for _, receipt in receipts}
         for seat, _ in receipts:
             # Which of them differs from the file, nobody knows: all get it again.
@@ -662,8 +694,14 @@ class EnginePool(base.RolloutEngine):
             seat.restarts += 1
             self.restarts += 1
             seat.starting = self._threads.submit(self._start_again, seat.index, engine, pause_s)
-        # Closed in the background, because it may hang.
-        elif engine is not None:
+            return
+        logger.warning(
+            "Engine %d is given up: %d starts in a row brought no answer.",
+            seat.index,
+            MAX_RESTARTS,
+        )
+        if engine is not None:
+            # Closed in the background, because it may hang.
             self._threads.submit(engine.close)
 
     @staticmethod
@@ -737,9 +775,15 @@ class EnginePool(base.RolloutEngine):
         if behind:
             return EngineError(
                 "No engine is left that has the actor.",
-                given=f"{behind} restarted since it was broadcast; it may have changed since then",
+                given=(
+                    f"{behind} restarted since it was broadcast (it may have changed since then),"
+                    " or without room for its file"
+                ),
                 expected=f"one engine with version {self.policy_version}",
-                do="Continue from a checkpoint. engine.transfer=file keeps a file for them.",
+                do=(
+                    "Continue from a checkpoint. engine.transfer=file keeps a file for engines that"
+                    " restart; it needs room in /dev/shm."
+                ),
             )
         reasons = dict.fromkeys(seat.why for seat in self._seats if seat.why)
         given = f"{self.restarts} restarts; the last errors:\n" + "\n".join(reasons)

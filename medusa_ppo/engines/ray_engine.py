@@ -23,7 +23,7 @@ import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
-from heads.errors import EngineError, MedusaError, SwapError
+from heads.errors import EngineError, MedusaError, NoRoomError
 from medusa_ppo.config.engine_section import COLOCATED, EngineConfig
 from medusa_ppo.contract.rollouts import Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
@@ -32,7 +32,7 @@ from medusa_ppo.engines import rollout_engine as base
 from medusa_ppo.engines.actor_sync import BroadcastPool
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.http_server import ServerEngine
-from medusa_ppo.engines.launch import LaunchPlan, plan_launch, process_environment
+from medusa_ppo.engines.launch import LaunchPlan, plan_launch, process_environment, reading_s
 from medusa_ppo.engines.pieces import Ended, Finished, Partly, SharedMemory, tell
 from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.runtime.files import OwnedFolder, forget_registration, sweep
@@ -133,8 +133,7 @@ class EngineHost:
                 stack.callback(folder.close)
                 content.tofile(folder.path / "state.safetensors")
             except OSError as error:
-                # The engine is well, and has what it had: it need not be started again.
-                refused = SwapError(
+                refused = NoRoomError(
                     "The engine's node has no room for a file that was sent to it.",
                     given=f"{content.nbytes} bytes on {os.uname().nodename}: {error}",
                     expected="room in /dev/shm",
@@ -190,7 +189,7 @@ def _in_store(path: str) -> Iterator[Any]:
     file.
 
     Raises:
-        SwapError: there is no room.
+        NoRoomError: the store did not take them.
     """
     status = os.stat(path)
     # A file with the same name may be newer.
@@ -200,7 +199,7 @@ def _in_store(path: str) -> Iterator[Any]:
             try:
                 _stored[key] = Stored(ray.put(np.fromfile(path, dtype=np.uint8)))
             except RayError as error:
-                raise SwapError(
+                raise NoRoomError(
                     "Ray's object store did not take a file for engines on other nodes.",
                     given=f"{path}, {status.st_size} bytes: {str(error).strip()}",
                     expected="room for it on the loop's node",
@@ -256,6 +255,7 @@ class RayEngine(base.RolloutEngine):
         where: dict[str, Any] | None = None,
         place: SharedPlace | None = None,
         closing: threading.Event | None = None,
+        load_s: float | None = None,
     ) -> None:
         """Start the actor and vLLM in it. Raises like `plan_launch` before anything starts, and
         EngineError afterwards.
@@ -266,10 +266,13 @@ class RayEngine(base.RolloutEngine):
                 finds a place.
             place: other processes' place, to share with them; it asks Ray for no GPU then.
             closing: set when nobody wants the engine any more, which ends its start.
+            load_s: as in the plan, of an engine that was planned before; None: it was not.
         """
         # Planned here only to refuse before anything starts, and to know how long that may take;
         # the actor plans by its own node's hardware.
-        self._load_s = (plan or plan_launch(model_path, heads_path, config, seed)).load_s
+        if load_s is None:
+            load_s = (plan or plan_launch(model_path, heads_path, config, seed)).load_s
+        self._load_s = load_s
         if not ray.is_initialized():
             raise EngineError(
                 "Ray is not running.",
@@ -497,13 +500,20 @@ def make_engine(
     # Decided before any of them starts, so that the first does not take another's place.
     servers = gpu_places(config, visible_gpus()).servers
     closing = threading.Event()
+    load_s: float | None = None
 
     def unplaced(index: int, section: EngineConfig, own_seed: int) -> base.RolloutEngine:
         """An engine placed by Ray, or a server with its own GPUs."""
         if config.backend == COLOCATED:
             place = places[index] if places else None
             return RayEngine(
-                model_path, heads_path, section, own_seed, place=place, closing=closing
+                model_path,
+                heads_path,
+                section,
+                own_seed,
+                place=place,
+                closing=closing,
+                load_s=load_s,
             )
         devices = servers[index] if servers else ()
         return ServerEngine(
@@ -512,11 +522,13 @@ def make_engine(
 
     if config.replicas == 1 and not supervised and config.transfer == "file":
         return unplaced(0, config, engine_seed(seed, 0, step))
+    if config.backend == COLOCATED:
+        # Once for all engines and restarts, so that warnings come once, and before the wait for
+        # the room.
+        load_s = plan_launch(model_path, heads_path, replica(config, 0), seed).load_s
     group = None
     # Room for all engines at once, which is kept while a lost one is started again.
     if config.backend == COLOCATED and not places:
-        # Planned here only to refuse before the wait for the room.
-        plan_launch(model_path, heads_path, replica(config, 0), seed)
         room = [bundle(gpus_asked(config), config.resource)] * config.replicas
         what = "engines" if config.replicas > 1 else "engine"
         # As long as an engine waits whose place Ray finds: nodes may still be on their way.
@@ -531,14 +543,23 @@ def make_engine(
         if group is None:
             return unplaced(index, section, own_seed)
         place = in_bundle(group, index)
-        return RayEngine(model_path, heads_path, section, own_seed, where=place, closing=closing)
+        return RayEngine(
+            model_path,
+            heads_path,
+            section,
+            own_seed,
+            where=place,
+            closing=closing,
+            load_s=load_s,
+        )
 
     pool = BroadcastPool if config.transfer == "broadcast" else EnginePool
     engines = pool(
         start,
         config.replicas,
         on_close=lambda: release(group),
-        back_within_s=START_TIMEOUT_S if config.addresses else 0.0,
+        # As long as a server that we start.
+        back_within_s=START_TIMEOUT_S + reading_s(model_path) if config.addresses else 0.0,
         closing=closing,
     )
     engines.memory = SharedMemory(config.memory_bytes or 0 if heads_path else 0)

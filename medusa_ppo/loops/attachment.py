@@ -27,11 +27,13 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from heads.checkpoint import save_state
+from heads.checkpoint import load_heads, save_state
 from heads.errors import ConfigError, RunError, SavedStateError
 from medusa_ppo.actors.hf import HFActor
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.service import STATE_FILE
+from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.config.run_config import RunConfig, build_config, load_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.figures import logged, rollout_figures
@@ -62,22 +64,77 @@ SPECULATION = ("speculative_config", "additional_config")
 """The arguments of our own engines without which no engine drafts with our heads."""
 OURS = (*SPECULATION, "worker_extension_cls", "disable_log_stats")
 """Those that an engine needs so that a loop's process can call it."""
+COUNT = frozenset(
+    (
+        "num_drafts",
+        "draft_temperature",
+        "draft_vocab",
+        "memory_bytes",
+        "stop_below",
+        "runner",
+        "transfer",
+        "extra",
+    )
+)
+"""The settings of `engine` that count where others start the engines: what can't be had of `runner`
+and `transfer` is refused.
+"""
+WARM_UP = ("warm_up_tokens", "warm_up_s")
 READ_ROWS = 8
 """Number of a warm-up's responses that the actor scores at once."""
 
 
-def as_config(
-    medusa: RunConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
-) -> RunConfig | None:
-    """The configuration from any accepted form; None if it asks for neither drafts nor a companion.
-    Raises ConfigError.
-    """
+Settings = RunConfig | Mapping[str, Any] | str | os.PathLike[str]
+"""A run's settings: themselves, as a mapping of sections, or a preset or YAML file."""
+
+
+def read_settings(settings: Settings) -> RunConfig:
+    """The configuration from any accepted form. Raises ConfigError."""
+    if isinstance(settings, Mapping):
+        return build_config(settings)
+    return settings if isinstance(settings, RunConfig) else load_config(settings)
+
+
+def as_config(medusa: Settings | None) -> RunConfig | None:
+    """The same; None if it asks for neither drafts nor a companion. Raises ConfigError."""
     if medusa is None:
         return None
-    if isinstance(medusa, Mapping):
-        medusa = build_config(dict(medusa))
-    config = medusa if isinstance(medusa, RunConfig) else load_config(medusa)
+    config = read_settings(medusa)
     return config if config.companion.enabled or config.engine.num_drafts != 0 else None
+
+
+def refuse_broadcast(engine: EngineConfig) -> None:
+    """Raise ConfigError if engines that others start are to get the actor by our broadcast."""
+    if engine.transfer != "file":
+        raise ConfigError(
+            "A loop with its own engine sends the actor to it by itself.",
+            given=f"engine.transfer={engine.transfer}",
+            expected="engine.transfer=file",
+            do="Leave engine.transfer out; its own settings decide how weights are sent.",
+        )
+
+
+def warn_of_idle_settings(engine: EngineConfig) -> None:
+    """Name the settings of `engine` that have no effect because others start the engines."""
+    idle = sorted(engine.model_fields_set - COUNT)
+    if idle:
+        logger.warning(
+            "Without effect here, because the loop starts its engines itself: %s. Set them where"
+            " the loop has its vLLM's settings, or by vLLM's own names in engine.extra.",
+            ", ".join(f"engine.{name}" for name in idle),
+        )
+
+
+def warn_of_untrained(heads: HeadsSection) -> None:
+    """Say that heads have learned nothing yet, where no warm-up teaches them before the first
+    step.
+    """
+    asked = [f"heads.{name}" for name in WARM_UP if name in heads.model_fields_set]
+    logger.warning(
+        "The heads begin untrained, and this loop has no warm-up%s. To draft from the first step"
+        " on, train heads beforehand (`medusa-ppo train`) and name them in heads.path.",
+        f": {', '.join(asked)} without effect" if asked else "",
+    )
 
 
 def start_or_resume(
@@ -123,6 +180,24 @@ def _set_aside(file: Path) -> Path:
     return file.rename(unused)
 
 
+def _keep_earlier(folder: Path) -> None:
+    """Rename the companion's state of an earlier loop, if the folder has one: this loop's would
+    remove it, and whoever forgot `step` needs it. Only the last one is kept, since each may have
+    gigabytes.
+    """
+    file = folder / COMPANION_FOLDER / STATE_FILE
+    if not file.is_file():
+        return
+    kept = file.replace(file.with_name(f"{file.name}.earlier"))
+    logger.warning(
+        "The loop begins with step 0, and its heads anew; the companion's state of an earlier loop"
+        " in this folder is now %s. If this loop goes on from a checkpoint, end it, rename the"
+        " state to %s, and pass step=... to DraftingEngine.",
+        kept,
+        file.name,
+    )
+
+
 class Attachment:
     """All that one trainer needs: engine arguments before the engine is built, the plugin during
     training, a run folder at the end.
@@ -139,16 +214,16 @@ class Attachment:
     """
 
     def __init__(self, config: RunConfig, ranks: Ranks | None = None) -> None:
-        if config.engine.transfer != "file":
-            raise ConfigError(
-                "A loop with its own engine sends the actor to it by itself.",
-                given=f"engine.transfer={config.engine.transfer}",
-                expected="engine.transfer=file",
-                do="Leave engine.transfer out; its own settings decide how weights are sent.",
-            )
+        refuse_broadcast(config.engine)
         self.config = config
         self.ranks = ranks or Ranks()
+        if self.ranks.leads:
+            warn_of_idle_settings(config.engine)
         self.folder = config.run_dir
+        # A folder's heads have to be read before their kind is known. So the embedding is gathered
+        # even where it may not be needed. Decided once, by the user's settings: all processes
+        # gather together, and only the first one has a path to go on from after a failure.
+        self._needs_embedding = config.heads.kind == "hydra" or bool(config.heads.path)
         self.engine: RolloutEngine | None = None
         self.plugin: AnyPlugin = NoPlugin()
         self._home = OwnedFolder("medusa-ppo-loop-", shared_memory=True)
@@ -164,6 +239,7 @@ class Attachment:
         self._figures: dict[str, float] = {}
         self._serve: Serve = no_engine
         self._policy_version = self._steps = 0
+        self._goes_on = False
         self._began = time.monotonic()
 
     # ---- the engine
@@ -230,6 +306,12 @@ class Attachment:
                 given="heads.path is empty",
                 expected="the folder that the server drafts with",
                 do="Set heads.path (docs/hooks.md says how to make it).",
+            )
+
+        if self.config.engine.extra and self.ranks.leads:
+            logger.warning(
+                "engine.extra has no effect on a server that runs already: give its arguments to"
+                " `medusa-ppo serve`, as vLLM's flags or in the file of --medusa."
             )
 
         def attach() -> None:
@@ -392,15 +474,26 @@ class Attachment:
         engine, folder = self.engine, self.folder
         # The writer asks once more; but a companion removes the state that it finds.
         refuse_second_writer(folder)
-        plugin = start_or_resume(
-            lambda state: MedusaPlugin.start(self.config, actor, engine, folder, resume_from=state),
-            folder,
-            self._policy_version,
-        )
+
+        def start(state: str) -> MedusaPlugin:
+            self._goes_on = bool(state)
+            return MedusaPlugin.start(self.config, actor, engine, folder, resume_from=state)
+
+        plugin = start_or_resume(start, folder, self._policy_version)
         self._stack.callback(plugin.close)
         self.plugin = plugin
-        self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))
+        path = self.config.heads.path
+        # Those of a server may be untrained, and have a path all the same.
+        self._open_folder(untrained=not path or load_heads(path)[0].untrained)
         return plugin
+
+    def _open_folder(self, *, untrained: bool) -> None:
+        """Begin the run's report; a warning says if its heads, which begin untrained, have learned
+        nothing yet.
+        """
+        self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))
+        if untrained and not self._goes_on:
+            warn_of_untrained(self.config.heads)
 
     def updated(self, version: int) -> None:
         """Call this after the actor's optimizer step."""
@@ -485,10 +578,12 @@ class Attachment:
             self._stack.close()
         finally:
             self._forget()
-        # If the trainer trains again, it continues with these.
-        self.config = self.config.model_copy(
-            update={"heads": self.config.heads.model_copy(update={"path": heads})}
-        )
+        self._go_on_with(heads)
+
+    def _go_on_with(self, heads: str | Path | None) -> None:
+        """If the trainer trains again, it continues with these."""
+        section = self.config.heads.model_copy(update={"path": heads and str(heads)})
+        self.config = self.config.model_copy(update={"heads": section})
 
     @contextlib.contextmanager
     def recording_failure(self) -> Iterator[None]:
@@ -513,9 +608,10 @@ class Attachment:
         """
         actions = dict[str, Callable[[], object]]()
         if self._writer is not None:
-            # Saved first: the companion has the newest heads, and the stack ends it.
-            actions["The heads could not be saved"] = functools.partial(
-                self.plugin.save_heads, self.folder / HEADS_FOLDER
+            # Saved first: the companion has the newest heads, and the stack ends it. The engine
+            # drafts with them, and the next training's first version must not be worse.
+            actions["The heads could not be saved"] = lambda: self._go_on_with(
+                self.plugin.save_heads(self.folder / HEADS_FOLDER)
             )
             # Ray turns a signal into SystemExit.
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)
@@ -544,10 +640,7 @@ class Attachment:
 
     def _view(self, model: nn.Module) -> HFActor:
         """The actor with its tables gathered, if they are sharded."""
-        # A folder's heads have to be read before their kind is known. So the embedding is gathered
-        # even where it may not be needed.
-        needs_embedding = self.config.heads.kind == "hydra" or bool(self.config.heads.path)
-        actor = HFActor(model, reports=self.ranks.leads, with_embedding=needs_embedding)
+        actor = HFActor(model, reports=self.ranks.leads, with_embedding=self._needs_embedding)
         actor.refresh()
         return actor
 
@@ -573,9 +666,13 @@ class DraftingEngine:
         plugin: a NoPlugin if the settings ask for neither drafts nor a companion.
     """
 
+    _goes_on = False
+    """Whether the heads go on from those of an earlier loop."""
+    _told_width = False
+
     def __init__(
         self,
-        config: RunConfig,
+        config: Settings,
         actor: nn.Module,
         model_path: str | Path,
         run_dir: str | Path,
@@ -585,14 +682,16 @@ class DraftingEngine:
         """Start Ray (if there is none), the engine and the companion.
 
         Args:
-            config: only `heads`, `companion`, `engine` and `seed` are read.
+            config: only `heads`, `companion`, `engine` and `seed` are read. Set
+                `engine.max_num_seqs` and `engine.max_model_len` to the loop's own.
             actor: a transformers causal LM; the loop scores with `actor(input_ids=...,
                 attention_mask=...)`.
             model_path: the actor's folder, for vLLM.
             run_dir: folder for what the plugin measures and publishes; the last heads end up in its
                 `heads-final`.
-            step: the step that a resumed loop goes on with; requests without a seed draw other
-                random numbers than in the loop's first steps.
+            step: the step that a resumed loop goes on with. Above 0 heads go on from the
+                companion's state in `run_dir`, and requests without a seed draw other random
+                numbers than in the loop's first steps.
 
         Raises:
             UnsupportedVersionError, ModelError, CheckpointError, ConfigError, LossyError,
@@ -601,7 +700,7 @@ class DraftingEngine:
         """
         Ranks.refuse_several("DraftingEngine")
         self.plugin: AnyPlugin = NoPlugin()
-        self._config = config
+        self._config = config = read_settings(config)
         self._actor = actor
         self._folder = Path(run_dir)
         self._tap: ForwardTap | None = None
@@ -619,21 +718,33 @@ class DraftingEngine:
                     gpus=gpu_places(config.engine, visible).ray if visible else None,
                 )
             )
-            heads = (
-                MedusaPlugin.prepare_heads(config, actor, self._folder / "heads")
-                if wanted
-                else None
-            )
+            heads = None
+            if wanted:
+                # Not in the run's folder: versions are there, and heads.path may name one of them.
+                first = OwnedFolder("medusa-ppo-heads-")
+                stack.callback(first.close)
+                heads = MedusaPlugin.prepare_heads(config, actor, first.path / "heads")
             self.engine: RolloutEngine = stack.enter_context(
-                make_engine(model_path, heads, config.engine, config.seed, step=step)
+                make_engine(
+                    model_path, heads, config.engine, config.seed, supervised=True, step=step
+                )
             )
             if wanted:
-                plugin = MedusaPlugin.start(config, actor, self.engine, self._folder)
+                if not step:
+                    _keep_earlier(self._folder)
+                plugin = start_or_resume(self._start, self._folder, step)
                 stack.callback(plugin.close)
                 self.plugin = plugin
                 self._tap = ForwardTap(actor, plugin)
                 stack.callback(self._tap.close)
             self._stack = stack.pop_all()
+
+    def _start(self, state: str) -> MedusaPlugin:
+        plugin = MedusaPlugin.start(
+            self._config, self._actor, self.engine, self._folder, resume_from=state
+        )
+        self._goes_on = bool(state)
+        return plugin
 
     def warm_up(self, prompts: Prompts, sampling: Sampling) -> WarmUpReport:
         """Train untrained heads on responses to these prompts before the first step, so that the
@@ -646,6 +757,8 @@ class DraftingEngine:
         section = self._config.heads
         if section.path:
             return WarmUpReport(problem="heads.path names trained heads")
+        if self._goes_on:
+            return WarmUpReport(problem="the heads go on from those of an earlier loop")
         return self.plugin.warm_up(
             prompts,
             sampling,
@@ -684,12 +797,29 @@ class DraftingEngine:
 
     def generate(self, prompts: Prompts, sampling: Sampling) -> Rollouts:
         """Like RolloutEngine; newer heads are installed first, if there are any."""
+        self._warn_of_width(len(prompts) * sampling.responses_per_prompt)
         self.plugin.before_generation()
         rollouts = self.engine.generate(prompts, sampling)
         self.plugin.rollout_ready(rollouts)
         if self._tap is not None:
             self._tap.expect(rollouts)
         return rollouts
+
+    def _warn_of_width(self, responses: int) -> None:
+        """Say once if most of the responses wait only because nobody set how many may be written at
+        once: next to a loop's own, wider engine drafting then looks many times slower than it is.
+        """
+        engine = self._config.engine
+        width = engine.max_num_seqs * engine.replicas
+        if self._told_width or "max_num_seqs" in engine.model_fields_set or responses <= width:
+            return
+        self._told_width = True
+        logger.warning(
+            "Of %d responses the engine writes %d at once, because engine.max_num_seqs is not set."
+            " Set it to what your own engine had: vLLM's LLM takes 256 or more on a GPU.",
+            responses,
+            width,
+        )
 
     def sync_actor(
         self, path: str | Path, version: int, checked: Checked | None = None

@@ -25,7 +25,7 @@ import torch
 
 from medusa_ppo.loops.loop_versions import require_loop
 from medusa_ppo.loops.remote import refuse
-from medusa_ppo.loops.worker_tap import Rows, own_tap, response_rows
+from medusa_ppo.loops.worker_tap import Rows, as_sampled, own_tap, response_rows
 
 NAME = "TappedDTensorWorker"
 WORKER = "nemo_rl.models.policy.workers.dtensor_policy_worker_v2.DTensorPolicyWorkerV2"
@@ -50,7 +50,7 @@ class TappedWorker:
             top_p=generation["top_p"],
             top_k=generation["top_k"] or 0,
         )
-        with tap(*rows_of(data)):
+        with tap(*as_sampled(tap, rows_of(data))):
             metrics = super().train(data, loss_fn, eval_mode, **kwargs)  # type: ignore[misc]
         tap.updated()
         return metrics

@@ -43,7 +43,12 @@ from medusa_ppo.companion.wire import WantedRows
 from medusa_ppo.config.run_config import RunConfig, load_config
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.launch import plan_launch
-from medusa_ppo.loops.attachment import SPECULATION, as_config
+from medusa_ppo.loops.attachment import (
+    SPECULATION,
+    as_config,
+    refuse_broadcast,
+    warn_of_idle_settings,
+)
 from medusa_ppo.loops.loop_versions import require_loop
 from medusa_ppo.loops.passes import PassTap
 from medusa_ppo.loops.remote import (
@@ -60,6 +65,7 @@ from medusa_ppo.loops.worker_tap import (
     COMPANION,
     OURS,
     Rows,
+    as_sampled,
     joined_rows,
     masked_rows,
     own_secrets,
@@ -206,7 +212,7 @@ def tapped_policy_actor() -> Any:
             rollout = self.strategy.args.rollout
             how = {"temperature": rollout.temperature, "top_p": rollout.top_p}
             tap = own_tap(self, self.actor.model, **how)
-            with tap(*buffered_rows(self.trainer.replay_buffer.items)):
+            with tap(*as_sampled(tap, buffered_rows(self.trainer.replay_buffer.items))):
                 status = super().fit(kl_ctl)
             tap.updated()
             return status
@@ -416,6 +422,8 @@ def served_arguments(config: RunConfig) -> Callable[[str], dict[str, Any]]:
             do="Name the folder of --heads of `medusa-ppo companion serve`; all nodes have to see"
             " it.",
         )
+    refuse_broadcast(config.engine)
+    warn_of_idle_settings(config.engine)
 
     def arguments(pretrain: str) -> dict[str, Any]:
         plan = plan_launch(

@@ -53,10 +53,10 @@ class Ranks:
             raise ConfigError(
                 f"{what} is for a training of one process.",
                 given=f"process {dist.get_rank()} of {dist.get_world_size()}",
-                expected=(
-                    "one process, or a loop that medusa_ppo.loops.attachment.Attachment hangs on"
-                ),
-                do="Create it in the first process only, or use Attachment in all (docs/hooks.md).",
+                expected="one process",
+                # Not in one of them alone: it would feed its own engine from its own rows only.
+                do="Put a CompanionTap on every rank, and a feed at the engines"
+                " (docs/feeds.md#a-stand-alone-companion).",
             )
 
     @classmethod

@@ -35,10 +35,16 @@ from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
 from medusa_ppo.engines.colocated import AttachedEngine, Call, process_counters
 from medusa_ppo.engines.launch import HOST, SERVER_MODULE, engine_flags, plan_launch
-from medusa_ppo.loops.attachment import OURS, Attachment, start_or_resume
+from medusa_ppo.loops.attachment import (
+    OURS,
+    Attachment,
+    refuse_broadcast,
+    start_or_resume,
+    warn_of_idle_settings,
+)
 from medusa_ppo.loops.passes import RowTap
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table
-from medusa_ppo.reports.store import RunWriter, refuse_second_writer
+from medusa_ppo.reports.store import refuse_second_writer
 from medusa_ppo.runtime.control_guard import GUARD, TOKEN, secret_of
 from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.processes import on_one_node
@@ -184,15 +190,16 @@ class RemoteAttachment(Attachment):
         engine, folder = self.engine, self.folder
         # Once more, because engines have started since.
         refuse_second_writer(folder)
-        self.plugin = start_or_resume(
-            lambda state: MedusaPlugin.start_from_tables(
+
+        def begin(state: str) -> MedusaPlugin:
+            self._goes_on = bool(state)
+            return MedusaPlugin.start_from_tables(
                 self.config, self._heads, self._tables, engine, folder, resume_from=state
-            ),
-            folder,
-            version,
-        )
+            )
+
+        self.plugin = start_or_resume(begin, folder, version)
         self._stack.callback(self.plugin.close)
-        self._writer = RunWriter(self.folder, self.config.model_dump(mode="json"))
+        self._open_folder(untrained=self._heads.untrained)
         # What engines have generated so far (warm-up, validation) is no rollout of this training.
         self._before = self.engine.counters()
 
@@ -448,6 +455,8 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
             do=f"export {TOKEN}=$(openssl rand -hex 32) for both, or leave --host out.",
         )
     refuse_foreign_folder(heads)
+    refuse_broadcast(config.engine)
+    warn_of_idle_settings(config.engine)
     # Existing heads are served as they are: a restart must not begin with new ones.
     if not (Path(heads) / "config.json").is_file():
         lm_head_VD, _ = read_tables(model)
@@ -483,13 +492,13 @@ def serve(model: str, heads: str, config: RunConfig, host: str, more: list[str])
 def server_flags(model: str, heads: str, config: RunConfig) -> list[str]:
     """vLLM's flags for drafting and swapping. Raises as `plan_launch`."""
     plan = plan_launch(model, heads, config.engine, config.seed, others_start=True)
-    arguments = plan.engine_args
+    ours = {name: plan.engine_args[name] for name in (*OURS, "logprobs_mode")}
     return [
         "--model",
         model,
         # vLLM applies the last middleware first.
         *("--middleware", RECEIVER, "--middleware", GUARD),
-        *engine_flags({name: arguments[name] for name in (*OURS, "logprobs_mode")}),
+        *engine_flags(ours | config.engine.extra),
     ]
 
 

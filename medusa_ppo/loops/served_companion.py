@@ -34,6 +34,7 @@ from medusa_ppo.engines.launch import draft_vocabulary
 from medusa_ppo.feeds.feed import verify
 from medusa_ppo.feeds.feed_manifest import FeedActor, FeedManifest
 from medusa_ppo.feeds.http_feed import absolute, open_feed, require_feed, warn_of_earlier
+from medusa_ppo.loops.attachment import warn_of_untrained
 from medusa_ppo.loops.remote import read_tables
 from medusa_ppo.plugin.medusa_plugin import heads_for_table
 from medusa_ppo.runtime.files import OwnedFolder, only_one_in
@@ -97,6 +98,8 @@ def _arguments(
             start = f"version {found.newest} {FROM_FEED}"
         else:
             warn_of_earlier(found, address)
+        if initial.untrained:
+            warn_of_untrained(config.heads)
     if made:
         save_heads(heads, initial, lm_head_VD=lm_head_VD, metadata={"start": start})
     gpus = section.num_gpus

@@ -32,6 +32,7 @@ from medusa_ppo.loops.remote import refuse
 from medusa_ppo.loops.tap import CompanionTap
 from medusa_ppo.loops.worker_tap import (
     Rows,
+    as_sampled,
     companion_address,
     masked_rows,
     own_secrets,
@@ -52,7 +53,8 @@ class TappedPolicyWorker:
 
     def forward_backward(self, data: Any, *args: Any, **kwargs: Any) -> Any:
         """As SkyRL's."""
-        with self._own_tap()(*self._new_rows(data)):
+        tap = self._own_tap()
+        with tap(*as_sampled(tap, self._new_rows(data))):
             return super().forward_backward(data, *args, **kwargs)  # type: ignore[misc]
 
     def optim_step(self) -> Any:

@@ -10,8 +10,9 @@ what the companion publishes, so the loop needs nothing else.
         tap.updated()                     # on every rank
 
 The companion says how many states it wants. A sample of that size, on average, leaves the device,
-and a thread sends it, so the loop only waits for the copies. If the companion is unreachable, slow
-or full, the rows of a step are lost and counted, and the log says so once.
+and a thread sends it, so the loop only waits for the copies. A tap that is made while the companion
+can't be reached raises an error; if it is unreachable later, slow or full, the rows of a step are
+lost and counted, and the log says so once.
 """
 
 from __future__ import annotations
@@ -172,9 +173,10 @@ class CompanionTap:
 
         Args:
             prompts, completions: token ids of each row; a prompt is repeated for each of its rows.
-            logprobs: behaviour log-probs of each completion's tokens, as they were sampled; None:
-                the companion computes them from the states. They are read when the block ends, so
-                float32 tensors on the CPU may be filled in by the pass itself.
+            logprobs: behaviour log-probs of each completion's tokens, as they were sampled, with
+                the temperature, top-p and top-k (see `cuts`); None: the companion computes them
+                from the states. They are read when the block ends, so float32 tensors on the CPU
+                may be filled in by the pass itself.
 
         Raises:
             DataError: the numbers of prompts, completions and log-probs differ.
@@ -272,6 +274,13 @@ class CompanionTap:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    @property
+    def cuts(self) -> bool:
+        """Whether top-p or top-k leave tokens out when responses are sampled. The log-probs of a
+        pass that knows nothing of them are then too small: give none.
+        """
+        return self._sampling.top_p < 1 or self._sampling.top_k > 0
 
     @property
     def wish(self) -> Wish:

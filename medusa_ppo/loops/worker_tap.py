@@ -69,6 +69,14 @@ def own_tap(worker: Any, model: nn.Module, **how: Any) -> CompanionTap:
     return tap
 
 
+def as_sampled(tap: CompanionTap, rows: Rows) -> Rows:
+    """The rows, without log-probs if responses are sampled with top-p or top-k: those of a loop's
+    own pass are over all tokens. (NeMo-RL's depend on its version.) The companion computes them.
+    """
+    prompts, responses, logprobs = rows
+    return prompts, responses, None if tap.cuts else logprobs
+
+
 def own_variables() -> dict[str, str]:
     """Our environment variables without the secrets, for the `env_vars` of a Ray `runtime_env`: Ray
     writes these into its logs. Those that a Ray job gives are left out: they reach each of its

@@ -33,6 +33,7 @@ from medusa_ppo.offline.formats import (
     read_layout,
 )
 from medusa_ppo.offline.picklefile import read_pickle_header, read_pickle_tensors
+from medusa_ppo.runtime.hardware import TIED_BY_DEFAULT
 
 # Every file is opened, and a hostile folder could have millions.
 MAX_FILES = 1000
@@ -138,7 +139,9 @@ def base_lm_head(files: TensorFiles, config: Mapping[str, Any]) -> torch.Tensor 
         # Heads may have their own tables under such names.
         if name.endswith("lm_head.weight") and not name.startswith("medusa_head")
     ]
-    tied = config.get("tie_word_embeddings", _text_config(config).get("tie_word_embeddings"))
+    text = {**config, **_text_config(config)}
+    by_default = text.get("model_type") in TIED_BY_DEFAULT
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", by_default))
     if not names and tied:
         names = [name for name in files.header if name.endswith(EMBEDDINGS)]
     if not names:

@@ -283,8 +283,7 @@ def push_heads(
         save_heads(
             folder,
             module,
-            # Only stock vLLM reads it, and serves no other kind.
-            lm_head_VD=load_lm_head(heads) if module.config.kind == "medusa" else None,
+            lm_head_VD=load_lm_head(heads),
             metadata=shared,
             version=metadata.version,
         )

@@ -134,7 +134,16 @@ class TrainOptions:
     streaming: Annotated[
         bool, Option("--streaming", help="Read the data row by row, and no more than is needed.")
     ] = False
-    max_train_tokens: Annotated[int, Option(min=1, help="Response tokens to train on.")] = 100_000
+    max_train_tokens: Annotated[
+        int,
+        Option(
+            min=1,
+            help=(
+                "Response tokens to write or read. A tenth of the prompts (at most 16,384 tokens)"
+                " is held out; heads train on the rest."
+            ),
+        ),
+    ] = 100_000
     max_minutes: Annotated[
         float, Option(min=0, help="Stop training after this many minutes; 0: no limit.")
     ] = 0.0

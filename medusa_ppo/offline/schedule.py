@@ -86,14 +86,16 @@ class TrainingPlan:
         own = tokens / options.workers
         step = options.worker_positions
         if in_equal_steps(options):
-            part = max(1, PART_TOKENS // step) * step
-            least = min(LOG_STEPS_PER_EPOCH, int(own // step))
+            # The nearest number: one step more of little text would halve all of them.
+            steps = max(1, round(own / step))
+            parts = math.ceil(steps / max(1, PART_TOKENS // step))
+            least = min(LOG_STEPS_PER_EPOCH, steps)
         else:
-            part = PART_TOKENS
+            parts = math.ceil(own / PART_TOKENS)
             least = LOG_STEPS_PER_EPOCH
         # At most as many parts as a worker has groups: every part needs a group on every worker.
         most = len(positions) // options.workers
-        return cls(options, tuple(positions), max(1, min(most, max(least, math.ceil(own / part)))))
+        return cls(options, tuple(positions), max(1, min(most, max(least, parts))))
 
     @property
     def steps(self) -> int:

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from heads.checkpoint import load_heads, save_heads
-from heads.errors import DataError
+from heads.errors import CheckpointError, DataError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import Actor, as_view
@@ -43,6 +43,7 @@ from medusa_ppo.companion.budget import Budget, Decision, StepSeen
 from medusa_ppo.companion.client import POLL_TIMEOUT_S, CompanionClient
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.holdout import held_out
+from medusa_ppo.companion.service import VERSIONS
 from medusa_ppo.companion.wire import TableRows, WantedRows
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
 from medusa_ppo.config.run_config import RunConfig
@@ -166,7 +167,12 @@ class MedusaPlugin:
     def prepare_heads(config: RunConfig, model: Actor, folder: str | Path) -> Path:
         """Write the heads that a run starts with into `folder` (native format), for the engine to
         load. See `initial_heads`.
+
+        Raises:
+            CheckpointError: as `initial_heads`; or the folder would be replaced with more than
+                heads in it.
         """
+        _refuse_versions(Path(folder))
         save_heads(
             folder,
             initial_heads(config, model),
@@ -833,6 +839,21 @@ def _why_none(status: CompanionStatus, published: bool) -> str:
             " are installed before the first step that finds them ready"
         )
     return "the trained heads were not significantly better than the previous ones"
+
+
+def _refuse_versions(folder: Path) -> None:
+    """Raise CheckpointError if a companion publishes into this folder: `save_heads` replaces it
+    whole, and a loop that is started again in its own would lose what its heads have learned.
+    """
+    versions = sorted(folder.glob(VERSIONS))
+    if versions:
+        raise CheckpointError(
+            "This folder has the versions that a companion has published.",
+            given=versions[-1],
+            expected="another folder for the heads that the engine starts with",
+            do="Name another one, e.g. RUN_DIR/heads-start. To go on from what the heads have"
+            " learned: MedusaPlugin.start(..., resume_from=RUN_DIR/companion).",
+        )
 
 
 def initial_heads(config: RunConfig, model: Actor) -> MedusaHeads:

@@ -26,6 +26,7 @@ from medusa_ppo.engines.pieces import Finished
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.reports.run_files import LOGPROBS, PROMPT_IDS, RESPONSE_IDS, ROLLOUTS_FOLDER
 from medusa_ppo.runtime.data import Row, image_files, load_rows, render_prompts, require_column
+from medusa_ppo.runtime.data_files import refuse_split
 from medusa_ppo.runtime.files import write_atomic
 
 logger = logging.getLogger(__name__)
@@ -178,6 +179,8 @@ def _rows(config: DataConfig) -> list[dict[str, Any]]:
         return list(
             demo_rows(split, limit=limit or (DEMO_ROWS if split == "train" else DEMO_EVAL_ROWS))
         )
+    # Otherwise it would hold for the evaluation's prompts, too: those that the actor trains on.
+    refuse_split(config.path)
     return load_rows(config.path, split=split, limit=limit)
 
 

@@ -78,6 +78,8 @@ EVALUATION_FILE = "evaluation.json"
 FORMAT_VERSION = 1
 BEFORE = {"heads": {"context": 0}}
 """Values for runs whose state lacks these keys, if they differ from today's defaults."""
+BEFORE_WITH_CONTEXT = {"heads": {"feed_forward": 0, "cell": 2, "copy_parts": 0}}
+"""The same for heads with a context, which alone have these sizes; states before 0.4 lack them."""
 FIXED_KEYS = (
     "model.path",
     "model.critic_path",
@@ -350,9 +352,10 @@ def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -
         default = plain(RunConfig())
         now = plain(config)
         if "version" in raw:
-            whole = merged(
-                merged(default, BEFORE), old
-            )  # Add the keys that are newer than the state.
+            # Add the keys that are newer than the state.
+            whole = merged(merged(default, BEFORE), old)
+            if whole["heads"]["kind"] == "hydra" and whole["heads"]["context"]:
+                whole = merged(merged(whole, BEFORE_WITH_CONTEXT), old)
             was = {key: _look_up(whole, key) for key in keys}
         else:  # Earlier releases wrote an empty text for what is the default today.
             was = {

@@ -12,9 +12,10 @@ from heads.errors import UsageError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.config.heads_section import HeadsSection
+from medusa_ppo.config.model_section import VISION_FAMILIES
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.predict.predict_options import PredictOptions
-from medusa_ppo.predict.prediction import LoopWork, Question, read_sizes
+from medusa_ppo.predict.prediction import LoopWork, Question, Runner, read_sizes
 from medusa_ppo.predict.rollout_model import ResponseLengths
 from medusa_ppo.runtime.hardware import ModelSizes
 
@@ -86,12 +87,30 @@ def question_of(
         prompt=prompt,
         alike=run.sampling.responses_per_prompt if run else 1,
         ranks=ranks,
+        runner=_runner(options, run, raw, ranks),
         engines=engine.replicas,
         drafts=drafts,
         width=_width(engine, model, heads),
         loop=_loop(options, run),
         longest=longest,
     )
+
+
+def _runner(
+    options: PredictOptions, run: RunConfig | None, raw: Mapping[str, Any], ranks: int
+) -> Runner | None:
+    """vLLM's model runner as given, or as `engines.launch` would choose it for the run's engines
+    with the vLLM that is pinned; None: nothing is known of them.
+    """
+    if options.runner != "auto":
+        return options.runner
+    if run is None:
+        return None
+    section = run.engine
+    # A running server has V1 with our heads, unless its environment says otherwise.
+    if section.addresses or raw.get("model_type") in VISION_FAMILIES or ranks > 1:
+        return section.runner or "v1"
+    return section.runner or ("v2" if section.suits_v2 else "v1")
 
 
 def _lengths(options: PredictOptions, run: RunConfig | None, room: int | None) -> ResponseLengths:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from heads.heads_config import HeadsConfig
+from heads.heads_config import COPY_WINDOW, HeadsConfig
 from medusa_ppo.runtime.hardware import BFLOAT16, FLOAT32, ModelSizes
 
 LAUNCHES = {"medusa": (15, 4), "hydra": (19, 14)}
@@ -20,6 +20,8 @@ CONTEXT_LAUNCHES = (11, 3)
 """The same for the first attention over the context, and for the cell that reads it."""
 LAYER_LAUNCHES, FEED_LAUNCHES = 13, 9
 """For each further attention, and for the feed-forward layer after an attention."""
+OWN_LM_HEADS = "lm_heads."
+"""Prefix of the weights of heads that have an lm_head of their own."""
 RING_LAUNCHES = 26
 """For storing the context's pairs and reading them back, which an engine does outside the call."""
 COPY_LAUNCHES, COPIED_LAUNCHES = 45, 3
@@ -48,19 +50,30 @@ class HeadsDrafter:
         return sum(_size(shape) for shape in self.config.tensor_shapes().values())
 
     def kept_bytes(self, sequences: int) -> float:
-        """Device memory that drafting takes from the KV cache: the heads, each draft's running
-        sums, and the keys and values of the context.
+        """Device memory that drafting takes from the KV cache, on each rank of an engine: the
+        heads, each draft's running sums, the keys and values of the context, the texts that may be
+        copied, and the draft vocabulary's rows of lm_head.
         """
         config = self.config
         sums = FLOAT32 * (config.num_heads + 2) * self.width * sequences
         pairs = 2 * BFLOAT16 * config.context * config.hidden_size * sequences
-        return BFLOAT16 * self.parameters + sums + pairs * config.context_layers
+        texts = BFLOAT16 * COPY_WINDOW * config.copy_width * sequences * config.copies
+        rows = BFLOAT16 * self.width * config.hidden_size * (self.width < config.vocab_size)
+        kept = BFLOAT16 * self.parameters + sums + pairs * config.context_layers
+        return kept + texts + rows
 
     def products(self, sequences: float, drafts: int) -> Iterator[tuple[float, int, int]]:
         """(rows, inputs, outputs) of each matrix product of a call."""
+        yield from self.own_products(sequences, drafts)
+        yield from self.logit_products(sequences, drafts)
+
+    def own_products(self, sequences: float, drafts: int) -> Iterator[tuple[float, int, int]]:
+        """Those of the heads alone. Each rank of an engine has all heads and computes all of
+        these.
+        """
         config = self.config
         for name, shape in config.tensor_shapes().items():
-            if len(shape) < 2:
+            if len(shape) < 2 or name.startswith(OWN_LM_HEADS):
                 continue
             outputs, inputs = shape
             part, _, rest = name.partition(".")
@@ -74,9 +87,14 @@ class HeadsDrafter:
                 times = 1
             for _ in range(times):
                 yield sequences, inputs, outputs
+
+    def logit_products(self, sequences: float, drafts: int) -> Iterator[tuple[float, int, int]]:
+        """Those that logits come from. The ranks of an engine share the rows of their weights."""
+        config = self.config
         if config.lm_head == "own":
-            return
-        if config.kind == "medusa":
+            for _ in range(drafts):
+                yield sequences, config.hidden_size, config.vocab_size
+        elif config.kind == "medusa":
             # Heads of this kind don't wait for each other, so one matrix product does all rows.
             yield sequences * drafts, config.hidden_size, self.width
         else:

@@ -38,10 +38,8 @@ class RooflineTimes:
         self, model: ModelSizes, ranks: int, sequences: float, queries: int, context: float
     ) -> float:
         """Seconds for one layer: `queries` new rows per sequence on `context` cached tokens."""
-        cached = 2 * model.kv_heads * model.head_dim * BFLOAT16 * context * sequences
-        return self.bounded(
-            cached / ranks, attention_flops(model, sequences, queries, context) / ranks
-        )
+        cached = BFLOAT16 * model.cache_elements_of_rank(ranks) / model.layers * context * sequences
+        return self.bounded(cached, attention_flops(model, sequences, queries, context) / ranks)
 
     def bounded(self, nbytes: float, flops: float) -> float:
         """Seconds for a large operation that reads this many bytes and takes this many FLOPs."""

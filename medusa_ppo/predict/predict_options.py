@@ -28,6 +28,13 @@ class PredictOptions:
     tp: Annotated[
         int, Option(min=0, help="GPUs per engine (tensor parallel); 0: as --config says, else 1.")
     ] = 0
+    runner: Annotated[
+        Literal["auto", "v1", "v2"],
+        Option(
+            help="vLLM's model runner. auto: as --config's engines choose, else v2 (v1 with --tp);"
+            " engines that other loops or medusa-ppo serve start are on v1."
+        ),
+    ] = "auto"
     acceptance: Annotated[
         tuple[float, ...],
         Option(min=0, help="Acceptance at positions 1, 2, ..., e.g. 0.6,0.4,0.3,0.2."),

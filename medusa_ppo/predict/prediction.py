@@ -33,6 +33,7 @@ TRAIN_SHARE = 0.4
 """Share of a GPU's FLOP/s that scoring and updates reach."""
 SWAP_S = 0.3
 """Seconds that a swap takes besides moving the heads: checks, tables, a pause between two steps."""
+Runner = Literal["v1", "v2"]
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -82,6 +83,7 @@ class Question:
         prompt: tokens of a prompt.
         alike: responses per prompt, which is prefilled once for all of them.
         ranks: GPUs of an engine (tensor parallel).
+        runner: vLLM's model runner; None: V2, and V1 for an engine of several GPUs.
         engines: number of equal engines, each with such lengths.
         drafts: drafts in every step; None: the best number for however many sequences run.
         width: number of tokens that drafts come from; 0: all.
@@ -100,6 +102,7 @@ class Question:
     prompt: int = 512
     alike: int = 1
     ranks: int = 1
+    runner: Runner | None = None
     engines: int = 1
     drafts: int | None = None
     width: int = 0
@@ -130,6 +133,11 @@ class Question:
                 expected=f"0 to {len(self.acceptance)}",
                 do="Give one share for each draft.",
             )
+
+    @property
+    def runs_on(self) -> Runner:
+        """As our engines choose it: V2 was not run with several ranks."""
+        return self.runner or ("v1" if self.ranks > 1 else "v2")
 
     @property
     def acceptance_length(self) -> float:
@@ -292,9 +300,7 @@ def predict_on_gpu(
 
     def steps_at(at: StepCosts) -> Steps:
         times = operator_times(gpu, at, tables=tables)
-        # As our engines choose it: V2 was not run with several ranks.
-        runner: Literal["v1", "v2"] = "v1" if question.ranks > 1 else "v2"
-        return GpuSteps(question.model, drafter, times, question.ranks, runner)
+        return GpuSteps(question.model, drafter, times, question.ranks, question.runs_on)
 
     slots = sequences_that_fit(question, gpu, 0.0)
     drafted_slots = sequences_that_fit(question, gpu, drafter.kept_bytes(question.sequences))
@@ -306,6 +312,7 @@ def predict_on_gpu(
     machine = f"{'one ' if question.ranks == 1 else ''}{several}" + (
         f", {question.engines} engines" * (question.engines > 1)
     )
+    machine += f" (vLLM's {question.runs_on.upper()} runner)"
     swap = SWAP_S + BFLOAT16 * drafter.parameters / gpu.host_bytes_per_s
     return _answer(
         question,
@@ -476,16 +483,17 @@ def sequences_that_fit(
     drafting_bytes: float,
     memory_share: float = MEMORY_SHARE,
 ) -> int:
-    """How many sequences fit into the KV cache of an engine with this share of the GPU's memory,
-    with prompts and responses of mean length; at most as many as asked for.
+    """How many sequences fit into the KV cache of an engine with this share of its GPUs' memory,
+    with prompts and responses of mean length; at most as many as asked for. `drafting_bytes` are
+    those of each GPU.
 
     Raises:
         ConfigError: the weights alone are too large.
     """
     model = question.model
     weights = BFLOAT16 * model.parameters / question.ranks
-    free = gpu.memory_bytes * memory_share - OTHER_BYTES - weights - drafting_bytes / question.ranks
-    token = BFLOAT16 * model.cache_elements / question.ranks
+    free = gpu.memory_bytes * memory_share - OTHER_BYTES - weights - drafting_bytes
+    token = BFLOAT16 * model.cache_elements_of_rank(question.ranks)
     fits = int(free / (token * (question.prompt + question.lengths.mean)))
     if fits < 1:
         raise ConfigError(

@@ -100,17 +100,36 @@ class GpuSteps:
     def drafting(self, sequences: float, drafts: int, context: float) -> float:
         """One drafting call. The host launches while the device works, so the slower one counts."""
         drafter, costs = self.drafter, self._costs
-        device = self._products(drafter.products(sequences, drafts))
         if isinstance(drafter, HeadsDrafter):
-            device = device / self._ranks + self._times.passes(
+            # Each rank runs all heads on all sequences, and draws by itself.
+            device = self._products(drafter.own_products(sequences, drafts))
+            device += self._shared_logits(drafter, sequences, drafts)
+            device += self._times.passes(
                 drafter.drawn_rows(sequences, drafts), drafter.width, costs.draw_reads
             )
             return max(device, drafter.launches(drafts) * costs.eager_s)
+        device = self._products(drafter.products(sequences, drafts))
         queries = drafts + 1 if drafter.one_pass else 1
         device += drafter.layers * self._times.attention(
             drafter.model, 1, sequences, queries, context
         )
         return drafter.passes(drafts) * max(device, costs.pass_host_s)
+
+    def _shared_logits(self, drafter: HeadsDrafter, sequences: float, drafts: int) -> float:
+        """Logits of all drafts: each rank multiplies by its part of the rows and gathers those of
+        the others, which is counted as an all-reduce. Heads that know the tokens before gather
+        their embeddings as well.
+        """
+        times, ranks = self._times, self._ranks
+        products = list(drafter.logit_products(sequences, drafts))
+        seconds = sum(
+            times.product(rows, inputs, max(1, outputs // ranks))
+            + times.reduce(rows, outputs, ranks)
+            for rows, inputs, outputs in products
+        )
+        if drafter.config.needs_embedding:
+            seconds += drafts * times.reduce(sequences, drafter.config.hidden_size, ranks)
+        return seconds
 
     def _products(self, products: Iterable[tuple[float, int, int]]) -> float:
         return sum(self._times.product(*product) for product in products)

@@ -17,14 +17,17 @@ from medusa_ppo.contract import metrics as m
 from medusa_ppo.predict.asking import Accepted, question_of
 from medusa_ppo.predict.gpus import GPUS, GpuFigures
 from medusa_ppo.predict.predict_options import PredictOptions
-from medusa_ppo.predict.prediction import Prediction, predict_on_gpu
+from medusa_ppo.predict.prediction import Prediction, Question, predict_on_gpu
 from medusa_ppo.reports.run_files import Run
+from medusa_ppo.vllm_plugin.vllm_versions import schedules_ahead
 
 LEAST_SHARE = 1e-6
 
 
 def expected_speed(run: Run, acceptance: list[float] | None) -> Prediction | None:
-    """The prediction; None if the GPU, the actor or the acceptance is unknown."""
+    """The prediction; None if the GPU, the actor or the acceptance is unknown, or for engines on
+    V2 that did not schedule their steps ahead, which it does not cover.
+    """
     gpu = _gpu(run)
     config = _config(run)
     if gpu is None or config is None or not acceptance:
@@ -40,10 +43,24 @@ def expected_speed(run: Run, acceptance: list[float] | None) -> Prediction | Non
     options = PredictOptions(model=config.model.path, length_mean=max(1.0, fmean(lengths)))
     try:
         question = question_of(options, raw, Accepted(falling, "as the engine counted"), config)
+        if not _as_predicted(run, config, question):
+            return None
         return predict_on_gpu(question, gpu)
     except MedusaError:
         # A mixture of experts, or impossible lengths for a model of this size: no prediction.
         return None
+
+
+def _as_predicted(run: Run, config: RunConfig, question: Question) -> bool:
+    """Whether these engines worked as the prediction assumes of their runner."""
+    if question.runs_on == "v1":
+        return True
+    version = run.section("versions").get("vllm")
+    return (
+        not config.engine.stop_below
+        and config.engine.extra.get("async_scheduling") is not False
+        and (version is None or schedules_ahead(str(version)))
+    )
 
 
 def _gpu(run: Run) -> GpuFigures | None:

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from statistics import fmean, median
 from typing import Any
 
+from medusa_ppo.config.run_config import OFF
 from medusa_ppo.contract import metrics as m
 from medusa_ppo.reports.expected_speed import expected_speed
 from medusa_ppo.reports.run_files import KILLED, NONFINITE, Run, number
-from medusa_ppo.reports.summary import first_last, mean, window_steps
+from medusa_ppo.reports.summary import (
+    first_last,
+    judgements,
+    mean,
+    mean_acceptance_length,
+    window_steps,
+)
 from medusa_ppo.runtime import wording as w
 
 STALE_UPDATES = 5
@@ -79,7 +86,14 @@ lies below 0 (`cycle.CERTAIN`).
 CHANCE_OF_SO_MANY = 0.01
 """A count of worse versions that chance reaches more rarely than this is a finding."""
 SWAP_LOSS_SHARE = 0.2
-"""A swap after which less than this share of the extra accepted tokens is left is called broken."""
+"""A swap after which less than this share of the extra accepted tokens is left is called broken ...
+"""
+SWAP_DRAFTS = 200
+"""... if there are this many draft steps before and after it, as for the plugin's own watch: an
+engine that chooses to draft nothing has a handful, of its trials.
+"""
+MOST_SWAPS = 3
+"""Broken swaps that a report names one by one."""
 
 
 @dataclass(frozen=True)
@@ -155,23 +169,12 @@ def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
         "Compare the checksum in the swap receipt with the published one; `medusa-ppo doctor`"
         " checks the engine."
     )
-    for before, after in pairwise(run.steps):
-        old = number(before.get(m.MAL_SERVING))
-        new = number(after.get(m.MAL_SERVING))
-        old_version = number(before.get(m.HEADS_VERSION))
-        new_version = number(after.get(m.HEADS_VERSION))
-        # Lines from other loops, or damaged ones, may lack any of them.
-        if old is None or new is None or old_version is None or new_version is None:
-            continue
-        swapped = old_version != new_version
-        drafted = number(before.get(m.DRAFTS)) and number(after.get(m.DRAFTS))
-        # Heads whose drafts were hardly ever accepted before can't lose much by a swap.
-        if swapped and drafted and old > 1.1 and new - 1 < SWAP_LOSS_SHARE * (old - 1):
-            swap = (
-                f"after heads version {new_version:.0f} came in (step {after[m.STEP]}: {old:.2f} to"
-                f" {new:.2f})"
-            )
-            yield Finding("broken_swap", f"Acceptance fell to almost nothing {swap}.", do)
+    broken = list(_broken_swaps(run))
+    for version, first, old, new in broken[:MOST_SWAPS]:
+        swap = f"after heads version {version} came in (step {first}: {old:.2f} to {new:.2f})"
+        yield Finding("broken_swap", f"Acceptance fell to almost nothing {swap}.", do)
+    if more := len(broken[MOST_SWAPS:]):
+        yield Finding("broken_swap", f"It fell like that after {more} more version(s).", do)
     seen = 0.0
     for step in run.steps:
         alarms = number(step.get(m.SWAP_ALARMS)) or 0.0
@@ -194,6 +197,42 @@ def _of_swaps(run: Run, _: Summary) -> Iterator[Finding]:
             yield Finding("restarts", text, "Read the logs of Ray's workers, and check the memory.")
 
 
+def _broken_swaps(run: Run) -> Iterator[tuple[int, int, float, float]]:
+    """Version, its first step, and the acceptance before and after, of each swap after which almost
+    nothing was accepted.
+    """
+    # Lines from other loops, or damaged ones, may lack any of these.
+    drafted = [
+        step
+        for step in run.steps
+        if number(step.get(m.HEADS_VERSION)) is not None
+        and number(step.get(m.DRAFTS))
+        and number(step.get(m.ACCEPTED)) is not None
+    ]
+    stretches = [list(steps) for _, steps in groupby(drafted, key=lambda s: s[m.HEADS_VERSION])]
+    for before, after in pairwise(stretches):
+        old, new = _length_of_enough(reversed(before)), _length_of_enough(after)
+        # Heads whose drafts were hardly ever accepted before can't lose much by a swap.
+        if old is None or new is None or old <= 1.1:
+            continue
+        if new - 1 < SWAP_LOSS_SHARE * (old - 1):
+            yield int(after[0][m.HEADS_VERSION]), int(after[0][m.STEP]), old, new
+
+
+def _length_of_enough(steps: Iterable[dict[str, Any]]) -> float | None:
+    """Acceptance over the first of these steps that have SWAP_DRAFTS draft steps; None: there are
+    fewer.
+    """
+    taken: list[dict[str, Any]] = []
+    drafts = 0.0
+    for step in steps:
+        taken.append(step)
+        drafts += step[m.DRAFTS]
+        if drafts >= SWAP_DRAFTS:
+            return mean_acceptance_length(taken)
+    return None
+
+
 def _of_worth(run: Run, summary: Summary) -> Iterator[Finding]:
     speedup = summary["rollout_speedup"]
     count = summary["rollout_speedup_pairs"]["count"]
@@ -212,13 +251,14 @@ def _of_worth(run: Run, summary: Summary) -> Iterator[Finding]:
             f"Drafts were not worth their time in {w.percent(without / steps)} of the engine's"
             " steps."
         )
-        do = "Start the next run without the plugin (companion.enabled=false)."
+        start = f"Start the next run without the plugin ({' '.join(OFF)})"
+        do = f"{start}."
         runner, stop_below = run.setting("engine", "runner"), run.setting("engine", "stop_below")
         if runner == "v1" or stop_below:
             named = "engine.stop_below" if stop_below else "engine.runner=v1"
             do = (
-                "Start the next run without the plugin (companion.enabled=false): with"
-                f" {named} an engine can't schedule steps ahead, as vLLM does by default on a GPU."
+                f"{start}: with {named} an engine can't schedule steps ahead, as vLLM does by"
+                " default on a GPU."
             )
         yield Finding("drafts_never_paid", text, do)
     ratio = summary["step_ratio"]
@@ -233,7 +273,7 @@ def _of_worth(run: Run, summary: Summary) -> Iterator[Finding]:
         )
         do = (
             "Give the companion its own cores or device, let it train less (companion.epochs), or "
-            "do without the plugin if generation is a small part of a step."
+            f"do without the plugin ({' '.join(OFF)}) if generation is a small part of a step."
         )
         yield Finding("plugin_did_not_pay", text, do)
 
@@ -263,9 +303,9 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
     lengths = summary["mean_acceptance_length"]
     gain = lengths["gain"]
     error = lengths["gain_standard_error"]
-    # Two standard errors: replay on a small holdout fluctuates. The last term prevents a warning
-    # about equal heads because of rounding.
-    if gain is not None and gain < -2 * (error if error is not None else 0.0) - 1e-9:
+    # Two standard errors: replay on a small holdout fluctuates, and one holdout alone says nothing.
+    # The last term prevents a warning about equal heads because of rounding.
+    if gain is not None and error is not None and gain < -2 * error - 1e-9:
         figures = f"{w.length(lengths['serving_replay'])} against {w.length(lengths['frozen'])}"
         text = f"The serving heads are worse than the frozen ones by replay ({figures})."
         yield Finding(
@@ -310,7 +350,7 @@ def _nothing_is_better(run: Run, window: int) -> bool:
     """
     judged = [
         (serving, candidate)
-        for step in run.steps[-window:]
+        for step in judgements(run.steps[-window:])
         if (serving := number(step.get(m.REPLAY_SERVING))) is not None
         and (candidate := number(step.get(m.REPLAY_CANDIDATE))) is not None
     ]

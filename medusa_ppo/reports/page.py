@@ -21,7 +21,7 @@ from medusa_ppo.reports import svg, tables
 from medusa_ppo.reports.findings import find
 from medusa_ppo.reports.panels import Figure, Panels, spark_values
 from medusa_ppo.reports.plain_words import only_first_version, some_drafted
-from medusa_ppo.reports.run_files import META_FILE, METRICS_FILE, Run, read_run
+from medusa_ppo.reports.run_files import META_FILE, METRICS_FILE, Run, read_run, status_of
 from medusa_ppo.reports.summary import build_summary
 from medusa_ppo.runtime import wording as w
 from medusa_ppo.runtime.files import write_atomic
@@ -32,6 +32,8 @@ HERE = Path(__file__).parent
 SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE = "summary.json", "report.md", "report.html"
 # Seconds after which the page of a running run reloads itself.
 REFRESH_S = 10
+ROUNDED = 1.005
+"""Seconds that differ by less than this are the same."""
 
 
 def render_page(
@@ -68,6 +70,7 @@ def render_page(
         findings=find(run, summary),
         figures=figures,
         shares=phase_shares(summary),
+        overlap=overlap(summary),
         learning=learning,
         timelines=timelines,
         others=others,
@@ -172,18 +175,34 @@ def _rate_tile(run: Run, summary: dict[str, Any]) -> tuple[str, str, str, str]:
 
 
 def phase_shares(summary: dict[str, Any]) -> list[dict[str, Any]]:
-    """Each phase's seconds and share of the run; unaccounted time comes last."""
+    """Each phase's seconds and share of the run; unaccounted time comes last. Where generation and
+    learning overlap, shares add up to more than 1.
+    """
     phases = {name: value for name, value in summary["phases_s"].items() if value}
     known = sum(phases.values())
-    wall = summary["wall_s"] or 0.0
+    wall = summary["wall_s"] or known
     # Less than this is rounding, and too thin to see.
-    if phases and wall > known * 1.005:
+    if phases and wall > known * ROUNDED:
         phases["rest"] = wall - known
-    shares = {name: value / sum(phases.values()) for name, value in phases.items()}
+    whole = wall if known > wall * ROUNDED else sum(phases.values())
     return [
-        {"name": name, "seconds": w.seconds(phases[name]), "share": share, "text": w.percent(share)}
-        for name, share in shares.items()
+        {
+            "name": name,
+            "seconds": w.seconds(value),
+            "share": value / whole,
+            "text": w.percent(value / whole),
+        }
+        for name, value in phases.items()
     ]
+
+
+def overlap(summary: dict[str, Any]) -> str:
+    """A sentence on phases that overlap; empty if they follow each other."""
+    known = sum(value for value in summary["phases_s"].values() if value)
+    wall = summary["wall_s"]
+    if not wall or known <= wall * ROUNDED:
+        return ""
+    return f"Phases overlap: their seconds add up to {known / wall:.2f} times those of the run."
 
 
 def _spark(run: Run, metric: str, tone: str) -> Markup:
@@ -310,20 +329,23 @@ def follow(
     path = Path(run_dir)
     target = Path(html_path or path / HTML_FILE)
     seen: object = None
+    meta: dict[str, Any] = {}
     try:
         while True:
             # Taken before the run is read, so that anything written in between is seen next time.
             mark = _fingerprint(path)
-            run = read_run(path)
+            # A long run takes a second to read; a process that ends writes nothing.
+            grown = read_run(path) if mark != seen else None
+            if grown is not None:
+                seen, meta = mark, grown.meta
             # The final page is written below, without the refresh.
-            if run.status != "running":
+            if status_of(meta) != "running":
                 break
-            if mark != seen:
-                seen = mark
+            if grown is not None:
                 other = None if compare is None else read_run(compare)
-                write_atomic(
-                    target, render_page(run, build_summary(run), other=other, refresh_s=REFRESH_S)
-                )
+                summary = build_summary(grown)
+                page = render_page(grown, summary, other=other, refresh_s=REFRESH_S)
+                write_atomic(target, page)
                 if on_refresh:
                     on_refresh(target)
             wait(poll_s)

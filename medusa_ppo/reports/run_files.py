@@ -154,7 +154,7 @@ def read_run(run_dir: Path | str) -> Run:
         raise _no_run(path)
     meta = read_meta(meta_path)
     steps, bad = read_steps(metrics_path)
-    return Run(path, tuple(steps), meta, bad, _status(meta))
+    return Run(path, tuple(steps), meta, bad, status_of(meta))
 
 
 def _no_run(path: Path) -> UsageError:
@@ -237,8 +237,8 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     return record if 0 <= step < LAST_STEP else None
 
 
-def _status(meta: dict[str, Any]) -> str:
-    """The status in run.json, or `killed` if the running process is gone."""
+def status_of(meta: dict[str, Any]) -> str:
+    """The status in run.json, or `killed` if the running process is gone by now."""
     status = meta.get("status")
     if status not in STATUSES:
         return UNKNOWN

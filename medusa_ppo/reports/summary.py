@@ -64,19 +64,21 @@ SUMMARY_KEYS: dict[str, str] = {
         " later)."
     ),
     "mean_acceptance_length.frozen": (
-        "Replay estimate of the first published heads, never trained again; mean over the steps "
-        "of the last window that have it for both sets of heads; of a single version, over those "
-        "that drafted with it."
+        "Replay estimate of the first published heads, never trained again; mean over the "
+        "companion's judgements of published heads in the last window."
     ),
     "mean_acceptance_length.serving_replay": (
-        "The serving heads by the same estimator on the same steps: compare `frozen` with this, "
-        "not with `serving`."
+        "The heads that served at these judgements, by the same estimator on the same rollouts: "
+        "compare `frozen` with this, not with `serving`."
     ),
     "mean_acceptance_length.gain": "`serving_replay` minus `frozen`.",
     "mean_acceptance_length.gain_standard_error": (
-        "Standard error of that gain over its steps; null for fewer than two."
+        "Standard error of that gain over its judgements; null for fewer than two."
     ),
-    "mean_acceptance_length.replay_steps": "Steps behind the three replay figures.",
+    "mean_acceptance_length.replay_steps": (
+        "Judgements behind the three replay figures; one that is repeated in later steps counts"
+        " once."
+    ),
     "drafted_frac": (
         "Share of the engine's steps that drafted, over the last window; acceptance lengths from"
         " counters are of these steps. Null: the engine did not choose."
@@ -85,7 +87,8 @@ SUMMARY_KEYS: dict[str, str] = {
         "Accepted at position 1..K / draft steps, from vLLM's counters over the last window."
     ),
     "mal_per_engine": (
-        "Mean acceptance length of each engine of a pool, over the last window's steps in which it"
+        "Tokens per engine step of each engine of a pool, from its counters over the last window: 1"
+        " + accepted / draft steps. Of runs of earlier releases the mean of the steps in which it"
         " generated."
     ),
     "rollout_speedup": (
@@ -155,7 +158,8 @@ SUMMARY_KEYS: dict[str, str] = {
     "companion.hidden_s": "Of these, seconds in which no hook of the loop waited for it.",
     "companion.exposed_s": "Seconds the loop spent inside the plugin's hooks.",
     "companion.saved_s": (
-        "Seconds of generation saved, compared with the first published heads, by replay."
+        "Seconds of generation saved in steps with drafts, compared with the first published heads,"
+        " by replay."
     ),
     "companion.lost_s": (
         "Seconds that the companion took from the loop: in hooks, and on shared cores or devices."
@@ -386,7 +390,25 @@ def acceptance_per_position(steps: Sequence[dict[str, Any]]) -> list[float] | No
 
 
 def mal_per_engine(steps: Sequence[dict[str, Any]]) -> list[float | None] | None:
-    """Each engine's mean over the steps in which it generated something; None without a pool."""
+    """Each engine's 1 + accepted / draft steps over these steps, None for one that drafted nothing;
+    None without a pool.
+    """
+    counted: dict[int, list[dict[str, float]]] = {}
+    for step in steps:
+        drafts = numbers(step.get(m.DRAFTS_PER_ENGINE)) or []
+        accepted = numbers(step.get(m.ACCEPTED_PER_ENGINE)) or []
+        # A damaged line may have lists of different lengths.
+        for index, (some, taken) in enumerate(zip(drafts, accepted, strict=False)):
+            counted.setdefault(index, []).append({m.DRAFTS: some, m.ACCEPTED: taken})
+    if not counted:
+        return _mean_per_engine(steps)
+    return [mean_acceptance_length(counted[index]) for index in sorted(counted)]
+
+
+def _mean_per_engine(steps: Sequence[dict[str, Any]]) -> list[float | None] | None:
+    """The mean of the steps in which an engine generated something, of lines of earlier releases,
+    which lack its counters.
+    """
     lengths: dict[int, list[float]] = {}
     engines = 0
     for step in steps:
@@ -470,10 +492,33 @@ def _step_figures(pairs: list[StepPair]) -> dict[str, float | int | None]:
     return figures
 
 
+def judgements(steps: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first of the steps with each judgement of the companion. Its estimates stand in every
+    step until the next one, and counting them again would make one noisy holdout look certain.
+    """
+    found = []
+    before: tuple[float | None, ...] = ()
+    for step in steps:
+        estimates = tuple(
+            number(step.get(name))
+            for name in (m.REPLAY_SERVING, m.REPLAY_CANDIDATE, m.REPLAY_FROZEN)
+        )
+        if not any(estimates):
+            continue
+        if m.REPLAY_HEADS_VERSION in step:
+            # Lines of earlier releases have a policy version that is not always the judged one.
+            estimates += (number(step.get(m.REPLAY_POLICY_VERSION)),)
+        if estimates != before:
+            found.append(step)
+        before = estimates
+    return found
+
+
 def replay_pairs(steps: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
-    """Replay estimates of the serving and of the frozen heads, for the steps that have both."""
+    """Replay estimates of the serving and of the frozen heads, for the judgements with both."""
     pairs = [
-        (number(step.get(m.REPLAY_SERVING)), number(step.get(m.REPLAY_FROZEN))) for step in steps
+        (number(step.get(m.REPLAY_SERVING)), number(step.get(m.REPLAY_FROZEN)))
+        for step in judgements(steps)
     ]
     return [
         (serving, frozen) for serving, frozen in pairs if serving is not None and frozen is not None
@@ -481,16 +526,21 @@ def replay_pairs(steps: Sequence[dict[str, Any]]) -> list[tuple[float, float]]:
 
 
 def _of_published_heads(run: Run, last: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps whose replay estimates are of published heads. Until the first version has served,
-    they are of the heads that the run started with, which it has replaced. The batch that was last
-    judged may be older than the step.
+    """The steps whose replay estimates are of published heads. The first judgements are of the
+    heads that the run started with, and the batch that was last judged may be older than the step.
     """
-    if _last(run.column(m.VERSIONS_PUBLISHED)) != 1:
+    versions = _last(run.column(m.VERSIONS_PUBLISHED))
+    if not versions:
         return list(last)
     served = (step for step in run.steps if (number(step.get(m.HEADS_VERSION)) or 0) >= 1)
     since = number(next(served, {}).get(m.POLICY_VERSION))
 
     def published(step: dict[str, Any]) -> bool:
+        version = number(step.get(m.REPLAY_HEADS_VERSION))
+        # Lines of earlier releases don't say which heads were judged. Only with a single version
+        # can the heads before it be told from it.
+        if version is not None or versions != 1:
+            return version is None or version >= 1
         judged = number(step.get(m.REPLAY_POLICY_VERSION))
         if since is not None and judged is not None:
             return judged >= since

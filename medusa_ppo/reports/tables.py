@@ -13,6 +13,7 @@ from medusa_ppo.reports.plain_words import only_first_version, some_drafted
 from medusa_ppo.reports.run_files import Run, number
 from medusa_ppo.reports.summary import (
     STEP_S,
+    judgements,
     ledger_rows,
     mean,
     mean_acceptance_length,
@@ -26,6 +27,10 @@ from medusa_ppo.runtime import wording as w
 MIB = 1024**2
 VERSIONS_FIRST, VERSIONS_LAST = 50, 250
 """Versions beyond these two numbers are cut from the middle, or the table would dominate the page.
+"""
+LEAST_DRAFTED = 0.05
+"""Where fewer of the steps have drafts, what one costs can't be told: the pairs' noise is divided
+by this share.
 """
 
 WORTH_PHASES = {
@@ -358,7 +363,7 @@ VERSION_COLUMNS: tuple[tuple[str, Callable[[Any], str], str], ...] = (
         "Maximum policy updates since their last training batch while they served",
     ),
     ("engine", w.length, "Tokens per engine step, counted by vLLM while they served"),
-    ("replay", w.length, "Tokens per engine step by replay while they served"),
+    ("replay", w.length, "Tokens per engine step by replay, when they were judged as serving"),
     ("frozen", w.length, "The same replay for the first published heads"),
     ("gain", w.signed, "Replay minus frozen"),
 )
@@ -381,13 +386,15 @@ def choice_rows(run: Run) -> list[ChoiceRow]:
     steps: dict[int, list[int]] = {}
     speedup: dict[int, float | None] = {}
     for row in run.draft_choices():
-        # Rows end with the largest K that was chosen, so they differ in length.
+        # A run that was resumed may draft more tokens than before, so rows may differ in length.
         both = zip_longest(steps.get(row["running"], []), row["steps"], fillvalue=0)
         steps[row["running"]] = [before + now for before, now in both]
         # The engine's last estimate, which knows most; earlier ones are not averaged in.
         speedup[row["running"]] = row["speedup"]
     rows = []
-    for running, counts in sorted(steps.items()):
+    longest = max(map(len, steps.values()), default=0)
+    for running, shorter in sorted(steps.items()):
+        counts = shorter + [0] * (longest - len(shorter))
         # Cells double in size: the number is the smallest of its cell.
         label = "1" if running == 1 else f"{running} to {2 * running - 1}"
         total = sum(counts)
@@ -410,12 +417,13 @@ def worth_rows(run: Run, summary: dict[str, Any]) -> list[tuple[str, ...]]:
     pairs, against = speed_pairs(run)
     # Pairs on the run's own engine don't show what a user would have without the plugin.
     if against == "vllm":
-        speed = summary["tokens_per_s"]
+        drafting, plain = (summary["tokens_per_s"][side] for side in ("drafting", "plain"))
         spread = summary["rollout_speedup_pairs"]
         figures = (
-            w.whole(speed["drafting"]),
-            w.whole(speed["plain"]),
-            w.ratio(summary["rollout_speedup"]),
+            w.whole(drafting),
+            w.whole(plain),
+            # Of this pair, as in the rows below; the summary has the median of all pairs.
+            w.ratio(drafting / plain if drafting and plain else summary["rollout_speedup"]),
         )
         rows.append(
             (
@@ -461,16 +469,18 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
     elif most:
         where += f", with at most {most} sequences at once"
     text = f"{'Worth it' if speed >= 1 else 'Not worth it'} for rollouts {where}: "
-    text += (
-        f"{w.ratio(speed)} at {w.length(accepted)} tokens an engine step; it pays above"
-        # A draft step costs as much as accepted / speed plain steps, so below that many tokens it
-        # is slower.
-        f" {w.length(accepted / speed)}."
-    )
+    text += f"{w.ratio(speed)} at {w.length(accepted)} tokens an engine step"
+    if share := some_drafted(summary):
+        text += f" with drafts ({share} of all)"
+    drafted = summary["drafted_frac"]
+    # A draft step costs as much as this many plain steps, so with fewer tokens it is slower.
+    price = _draft_step_price(accepted, speed, 1.0 if drafted is None else drafted)
+    text += "." if price is None else f"; it pays above {w.length(price)}."
     rows = [(row.running, row.speedup) for row in choice_rows(run) if row.speedup is not None]
     for verb, running in (
-        ("pays", [running for running, ratio in rows if ratio >= 1]),
-        ("does not pay", [running for running, ratio in rows if ratio < 1]),
+        # At exactly 1 the engine chose to draft nothing.
+        ("pays", [running for running, ratio in rows if ratio > 1]),
+        ("does not pay", [running for running, ratio in rows if ratio <= 1]),
     ):
         text += (
             f" By the engine's own clock it {verb} with {', '.join(running)} running."
@@ -495,6 +505,16 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
     return f"{text}{w.more_time(twice)} with the plugin (by arithmetic on the middle pair)."
 
 
+def _draft_step_price(accepted: float, speed: float, drafted: float) -> float | None:
+    """How many plain steps a step with drafts costs, if this share of the steps has drafts and
+    writes `accepted` tokens; None if too few have.
+    """
+    if drafted < LEAST_DRAFTED:
+        return None
+    tokens = 1.0 + drafted * (accepted - 1.0)
+    return (tokens / speed - (1.0 - drafted)) / drafted
+
+
 def reason_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
     """(reason, steps, what it means) of the companion's schedule, the most frequent first."""
     return [
@@ -506,17 +526,27 @@ def reason_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
 def version_rows(run: Run) -> list[VersionRow]:
     """One row per stretch of steps with the same version, oldest first."""
     known = [step for step in run.steps if number(step.get(m.HEADS_VERSION)) is not None]
+    judged = judgements(run.steps)
+
+    def judgements_of(version: float, stretch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        # The judgement by which heads are replaced stands in a step of their successors.
+        found = [step for step in judged if number(step.get(m.REPLAY_HEADS_VERSION)) == version]
+        # Lines of earlier releases don't say which heads were judged.
+        return found or [step for step in stretch if m.REPLAY_HEADS_VERSION not in step]
+
     return [
-        _version_row(int(version), list(steps))
+        _version_row(int(version), stretch := list(steps), judgements_of(version, stretch))
         # Neighbours only: heads that were put back after an alarm form a separate stretch.
         for version, steps in groupby(known, key=lambda step: step[m.HEADS_VERSION])
     ]
 
 
-def _version_row(version: int, steps: Sequence[dict[str, Any]]) -> VersionRow:
+def _version_row(
+    version: int, steps: Sequence[dict[str, Any]], judged: Sequence[dict[str, Any]]
+) -> VersionRow:
     policy = number(steps[0].get(m.POLICY_VERSION))
     age = number(steps[0].get(m.STALENESS))
-    both = replay_pairs(steps)
+    both = replay_pairs(judged)
     replay = mean([serving for serving, _ in both])
     frozen = mean([frozen for _, frozen in both])
     return VersionRow(

@@ -17,7 +17,7 @@ from typing import Any
 import datasets
 
 from heads.errors import DataError
-from medusa_ppo.runtime.data_files import FILE_TYPES, data_file
+from medusa_ppo.runtime.data_files import FILE_TYPES, data_file, without_split
 
 Row = dict[str, Any]
 
@@ -190,8 +190,8 @@ def _load(name: str, split: str, streaming: bool = False) -> Any:
             _refuse_null_lines(file)
         return _quietly(name, name, split=split, streaming=streaming)
     if path is None:
-        # Unlike a path, a hub name contains neither @ nor a colon.
-        whole, _, named = name.partition("@")
+        whole, named = without_split(name)
+        # Unlike a path, a hub name contains no colon.
         repository, _, configuration = whole.partition(":")
         return _quietly(
             name, repository, configuration or None, split=named or split, streaming=streaming
@@ -259,7 +259,7 @@ def _one_sentence(given: object) -> Iterator[None]:
                 " this split"
             ),
             do=(
-                "Check the path or name, the split (owner/name@split names one of the hub) and the"
-                " content; the hub needs a network."
+                "Check the path or name, the split (--data owner/name@split; data.split or"
+                " data.eval_split of a run) and the content; the hub needs a network."
             ),
         ) from error

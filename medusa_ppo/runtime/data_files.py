@@ -54,6 +54,36 @@ def data_file(name: str) -> Path | None:
     return path
 
 
+def without_split(name: str) -> tuple[str, str]:
+    """A hub name (`owner/name@split`) without its split, and the split; empty: it names none.
+
+    Raises:
+        DataError: as `data_file`.
+    """
+    if data_file(name) is not None or Path(name).is_dir():
+        return name, ""
+    # Unlike a path, a hub name does not contain the sign.
+    whole, _, split = name.partition("@")
+    return whole, split
+
+
+def refuse_split(name: str) -> None:
+    """As `data_file`, for a run's prompts: raises DataError also for a hub name that names its
+    split. A run has settings for that, one for training and one for the evaluation.
+    """
+    whole, split = without_split(name)
+    if split:
+        raise DataError(
+            "A run's data are named without a split.",
+            given=name,
+            expected=whole,
+            do=(
+                f"Leave @{split} out, and set data.split={split}; for the evaluation's prompts,"
+                f" data.eval_split={split}."
+            ),
+        )
+
+
 def _is_file_like(name: str) -> bool:
     """Whether this names a file: it exists, is written as a path, or ends like a file's name.
     Anything else is a hub name: `name` or `owner/name`.

@@ -512,6 +512,14 @@ def companion_threads(cores: tuple[int, ...] | None, *, alone: bool) -> int:
 FLOAT32, BFLOAT16 = 4, 2
 ATTENTION_HEADS = ("num_attention_heads", "n_head")
 WITHOUT_GATE = ("gpt2", "gpt_neox", "gpt_neo", "opt", "phi")
+TIED_BY_DEFAULT = (
+    *("bloom", "cohere", "cohere2", "ernie4_5", "falcon", "gemma", "gemma2", "gemma3"),
+    *("gemma3_text", "gemma3n", "gemma3n_text", "gemma4", "gemma4_text", "gpt2", "gpt_bigcode"),
+    *("gpt_neo", "mpt", "openai-gpt", "opt", "smollm3", "starcoder2", "vaultgemma", "xglm"),
+)
+"""Dense families (`model_type`) whose files say nothing of a tied lm_head, since transformers
+leaves out a family's default.
+"""
 
 
 @dataclass(frozen=True)
@@ -572,8 +580,7 @@ class ModelSizes:
             int(text.get("intermediate_size") or text.get("n_inner") or 4 * hidden),
             _first(text, "vocab_size"),
             text.get("model_type") not in WITHOUT_GATE,
-            # transformers omits a family's defaults from the file: for GPT-2 that is a tied table.
-            bool(text.get("tie_word_embeddings", text.get("model_type") == "gpt2")),
+            bool(text.get("tie_word_embeddings", text.get("model_type") in TIED_BY_DEFAULT)),
         )
 
     @property
@@ -609,7 +616,13 @@ class ModelSizes:
     @property
     def cache_elements(self) -> int:
         """Size of the keys and values of one token."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
+        return self.cache_elements_of_rank(1)
+
+    def cache_elements_of_rank(self, ranks: int) -> int:
+        """What each of so many tensor-parallel ranks has of them: at least one key head, which
+        several have where there are more ranks than key heads.
+        """
+        return 2 * self.layers * max(1, self.kv_heads // ranks) * self.head_dim
 
 
 def _first(values: Mapping[str, Any], *names: str) -> int:

@@ -291,6 +291,8 @@ def ray_errors(kind: type[MedusaError], who: str, do: str) -> Iterator[None]:
 
 
 TIMEOUT_S = 180.0
+HEARD_WITHIN_S = 1.0
+"""How long Ctrl-C waits for a call of Ray's in which Python hears no signals."""
 TOKEN = 0.001  # Amount of a node's resource: it decides where, not how many.
 
 
@@ -372,7 +374,12 @@ def reserve(
         RunError: the cluster has no such room.
     """
     group = placement_group(bundles, strategy=layout)
-    if not group.wait(timeout_s):
+    try:
+        found = _is_there(group, timeout_s)
+    except BaseException:  # Ctrl-C.
+        remove_placement_group(group)
+        raise
+    if not found:
         # Otherwise Ray would keep waiting, and later reserve room that is not used.
         remove_placement_group(group)
         asked = Counter(map(str, bundles))
@@ -389,6 +396,15 @@ def reserve(
             ),
         )
     return group
+
+
+def _is_there(group: PlacementGroup, timeout_s: float) -> bool:
+    """Whether Ray finds the room within this time."""
+    deadline = time.monotonic() + timeout_s
+    while (left_s := deadline - time.monotonic()) > 0:
+        if group.wait(min(HEARD_WITHIN_S, left_s)):
+            return True
+    return False
 
 
 def release(group: PlacementGroup | None) -> None:

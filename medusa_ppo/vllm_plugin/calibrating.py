@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from medusa_ppo.drafting.running_memory import RunningMemory
 
 
-def random_states(device: torch.device) -> list[torch.Tensor]:
-    """States of torch's generators: the CPU's, and the device's."""
-    states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
+class RandomStates(NamedTuple):
+    """States of the generators that vLLM draws from.
+
+    Attributes:
+        host, on_device: torch's; the latter None on a CPU.
+        numpy: V2 takes the seeds of requests without one from it.
+    """
+
+    host: torch.Tensor
+    on_device: torch.Tensor | None
+    numpy: Any
+
+
+def random_states(device: torch.device) -> RandomStates:
+    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return RandomStates(torch.get_rng_state(), on_device, np.random.get_state())
 
 
 @dataclass
@@ -30,7 +42,7 @@ class Calibrating:
 
     drafts: int
     memory: RunningMemory | None
-    random_states: list[torch.Tensor]
+    random_states: RandomStates
     steps: list[list[float]] = field(default_factory=list)
 
     @classmethod
@@ -45,7 +57,9 @@ class Calibrating:
 
     def end(self, device: torch.device) -> RunningMemory | None:
         """Restore the generators; returns the memory to continue with."""
-        torch.set_rng_state(self.random_states[0])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(self.random_states[1], device)
+        states = self.random_states
+        torch.set_rng_state(states.host)
+        if states.on_device is not None:
+            torch.cuda.set_rng_state(states.on_device, device)
+        np.random.set_state(states.numpy)
         return self.memory

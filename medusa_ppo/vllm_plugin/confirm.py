@@ -4,7 +4,7 @@ would draft now with a plain computation of the file's heads.
 The checksum proves that the right bytes arrived, and the read-back that they are in the parameters.
 The drafts could still come from something else: packed copies of the old heads, or heads in another
 order. So the serving path drafts for a few fixed states, and the draft probabilities of each head
-are compared with those of the file's tensors, multiplied here without any code of the drafting
+are compared with those of the file's values, multiplied here without any code of the drafting
 path. Each head is given the tokens that were really drafted before it, so a near tie makes no
 difference.
 
@@ -30,7 +30,7 @@ from heads.tensorfile import checksum, is_finite, load_state
 from medusa_ppo.contract.status import Checked
 from medusa_ppo.drafting.context import ContextHeads, Seen
 from medusa_ppo.drafting.core import Drafted, DraftingCore, DraftSampling
-from medusa_ppo.drafting.products import LM_HEAD, spread
+from medusa_ppo.drafting.products import LM_HEAD, PIECE_BYTES, spread
 from medusa_ppo.drafting.texts import TextRing
 
 ROWS = 4
@@ -226,10 +226,11 @@ def find_difference(
     collective of all ranks.
     """
     assert draft.q, "the probe keeps probabilities"
+    heads = _PlainHeads(state, config, fixed, plain)
+    given = [fixed.ids_Bn[:, -1], *draft.ids_BK[:, :-1].unbind(1)]
     found = ""
-    for k in range(draft.ids_BK.shape[1]):
-        given_ids = [fixed.ids_Bn[:, -1], *draft.ids_BK[:, :k].unbind(1)]
-        logprobs_BV = _logprobs(state, config, k, fixed, given_ids, plain)
+    for k, ids_B in enumerate(given):
+        logprobs_BV = heads.next(ids_B)
         served_BV = (
             draft.q[k]
             if plain.ids_W is None
@@ -267,7 +268,8 @@ def plain_logprobs(
     """Log-probabilities `[B, V]` of each head after the tokens that it and those before it are
     given, from the file's tensors alone.
     """
-    return [_logprobs(state, config, k, fixed, given[: k + 1], plain) for k in range(len(given))]
+    heads = _PlainHeads(state, config, fixed, plain)
+    return [heads.next(ids_B) for ids_B in given]
 
 
 def find_difference_of_logits(
@@ -297,119 +299,141 @@ def _difference(k: int, served_BV: torch.Tensor, logprobs_BV: torch.Tensor, plai
     return f"head {k + 1}: log-probabilities {apart:.1e} of their spread apart, {limit:.0e} at most"
 
 
-def _logprobs(
-    state: Mapping[str, torch.Tensor],
-    config: HeadsConfig,
-    k: int,
-    fixed: FixedInputs,
-    given_ids: list[torch.Tensor],
-    plain: Plain,
-) -> torch.Tensor:
-    """Log-probabilities `[B, V]` of the head with index k after the tokens `given_ids` (`[B]`
-    each), from the file's tensors alone.
+class _PlainHeads:
+    """The heads one after the other, from the tensors of `state` alone. What they share (context,
+    copies, beginning of the cell) is computed once.
+
+    The tensors are those that are served, rounded as they are, but products are in float32: then
+    only what is served has rounding errors, and a CPU without 16-bit units is as fast.
     """
-    # From the tensors that are served, rounded as they are, but with products in float32: then only
-    # what is served has rounding errors, and a CPU without 16-bit units is as fast.
-    device = fixed.hidden_BnD.device
-    dtype = torch.float32
 
-    def tensor(name: str) -> torch.Tensor:
-        return state[name].to(device, plain.dtype).to(dtype)
-
-    def embedded(ids: torch.Tensor) -> torch.Tensor:
-        assert plain.embed is not None, "hydra heads read embeddings"
-        return rms_normalise(plain.embed(ids.flatten())).to(dtype).view(*ids.shape, -1)
-
-    features_BD = fixed.hidden_BnD[:, -1].to(dtype)
-    if config.context:
-        features_BD = _with_context(config, fixed, tensor, embedded)
-        inner_BH = rms_normalise(features_BD) @ tensor("cell.start.weight").T
-        told_BKH = _told(config, fixed, tensor, embedded) if config.copies else None
-        for place, ids_B in enumerate(given_ids):
-            if place:
-                inner_BH = rms_normalise(F.silu(inner_BH)) @ tensor("cell.step.weight").T
-            inner_BH = inner_BH + embedded(ids_B) @ tensor("cell.token.weight").T
-            if told_BKH is not None:
-                inner_BH = inner_BH + told_BKH[:, place]
-        features_BD = features_BD + rms_normalise(F.silu(inner_BH)) @ tensor("cell.out.weight").T
-    elif config.kind == "hydra":
-        inputs = [rms_normalise(features_BD), *map(embedded, given_ids)]
-        inner_BH = F.silu(torch.cat(inputs, dim=-1) @ tensor(f"mlps.{k}.in.weight").T)
-        features_BD = features_BD + inner_BH @ tensor(f"mlps.{k}.out.weight").T
-    for layer in range(config.num_layers):
-        features_BD = features_BD + F.silu(
-            features_BD @ tensor(f"blocks.{k}.layers.{layer}.weight").T
+    def __init__(
+        self,
+        state: Mapping[str, torch.Tensor],
+        config: HeadsConfig,
+        fixed: FixedInputs,
+        plain: Plain,
+    ) -> None:
+        self._state = state
+        self._config = config
+        self._fixed = fixed
+        self._plain = plain
+        self._device = fixed.hidden_BnD.device
+        self._temperatures = (
+            self._float32(state[TEMPERATURES]).tolist()
+            if TEMPERATURES in state
+            else [1.0] * config.num_heads
         )
-    own = config.lm_head == "own"
-    logits_BV = (
-        features_BD @ tensor(f"lm_heads.{k}.weight").T
-        if own
-        else plain.lm_head(features_BD.to(plain.dtype))
-    ).float()
-    if plain.ids_W is not None:
-        kept_BV = torch.full_like(logits_BV, -torch.inf)
-        logits_BV = kept_BV.index_copy(1, plain.ids_W, logits_BV[:, plain.ids_W])
-    temperature = plain.draft_temperature * (
-        float(tensor(TEMPERATURES)[k]) if TEMPERATURES in state else 1.0
-    )
-    return (logits_BV / temperature).log_softmax(-1)
+        self._given = 0
+        self._base_BD = fixed.hidden_BnD[:, -1].float()
+        self._told_BKH: torch.Tensor | None = None
+        if config.context:
+            self._base_BD = self._with_context()
+            self._inner_BH = self._times(rms_normalise(self._base_BD), state["cell.start.weight"])
+            if config.copies:
+                self._told_BKH = self._told()
+        else:
+            self._inputs = [rms_normalise(self._base_BD)]
 
+    def next(self, ids_B: torch.Tensor) -> torch.Tensor:
+        """Log-probabilities `[B, V]` of the next head, which is given these tokens after those of
+        the heads before it.
+        """
+        k = self._given
+        self._given += 1
+        state, config, plain = self._state, self._config, self._plain
+        features_BD = self._base_BD
+        if config.context:
+            features_BD = features_BD + self._out_of_cell(k, ids_B)
+        elif config.kind == "hydra":
+            self._inputs.append(self._embedded(ids_B))
+            inner_BH = F.silu(
+                self._times(torch.cat(self._inputs, dim=-1), state[f"mlps.{k}.in.weight"])
+            )
+            features_BD = features_BD + self._times(inner_BH, state[f"mlps.{k}.out.weight"])
+        for layer in range(config.num_layers):
+            weight_DD = state[f"blocks.{k}.layers.{layer}.weight"]
+            features_BD = features_BD + F.silu(self._times(features_BD, weight_DD))
+        logits_BV = (
+            self._times(features_BD, state[f"lm_heads.{k}.weight"])
+            if config.lm_head == "own"
+            else plain.lm_head(features_BD.to(plain.dtype))
+        ).float()
+        if plain.ids_W is not None:
+            kept_BV = torch.full_like(logits_BV, -torch.inf)
+            logits_BV = kept_BV.index_copy(1, plain.ids_W, logits_BV[:, plain.ids_W])
+        temperature = plain.draft_temperature * self._temperatures[k]
+        return (logits_BV / temperature).log_softmax(-1)
 
-def _with_context(
-    config: HeadsConfig,
-    fixed: FixedInputs,
-    tensor: Callable[[str], torch.Tensor],
-    embedded: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """h_t plus the output of its context layers, `[B, D]`."""
-    hidden_BnD = fixed.hidden_BnD.to(tensor("cell.start.weight").dtype)
-    base_BD = hidden_BnD[:, -1]
-    last_BD = embedded(fixed.ids_Bn[:, -1])
-    pairs_Bnx = torch.cat([rms_normalise(hidden_BnD), embedded(fixed.ids_Bn)], dim=-1)
-    for layer in range(config.context_layers):
-        name = context_prefix(layer)
-        query, key, value = tensor(f"{name}.in.weight").chunk(3)
-        asked_Bx = torch.cat([rms_normalise(base_BD), last_BD], dim=-1)
-        query_BAw, key_BnAw, value_BnAw = (
-            part.unflatten(-1, (config.context_parts, -1))
-            for part in (asked_Bx @ query.T, pairs_Bnx @ key.T, pairs_Bnx @ value.T)
+    def _float32(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self._device, self._plain.dtype).float()
+
+    def _times(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """`rows @ weight.T`. A large weight in float32 would be gigabytes that no profile of
+        memory has seen, so it is a piece at a time.
+        """
+        at_once = max(1, PIECE_BYTES // (4 * weight.shape[1]))
+        parts = [F.linear(rows, self._float32(part)) for part in weight.split(at_once)]
+        return torch.cat(parts, dim=-1)
+
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        assert self._plain.embed is not None, "hydra heads read embeddings"
+        return rms_normalise(self._plain.embed(ids.flatten())).float().view(*ids.shape, -1)
+
+    def _out_of_cell(self, k: int, ids_B: torch.Tensor) -> torch.Tensor:
+        """What the cell adds for the head with index k, `[B, D]`."""
+        state = self._state
+        inner_BH = self._inner_BH
+        if k:
+            inner_BH = self._times(rms_normalise(F.silu(inner_BH)), state["cell.step.weight"])
+        inner_BH = inner_BH + self._times(self._embedded(ids_B), state["cell.token.weight"])
+        if self._told_BKH is not None:
+            inner_BH = inner_BH + self._told_BKH[:, k]
+        self._inner_BH = inner_BH
+        return self._times(rms_normalise(F.silu(inner_BH)), state["cell.out.weight"])
+
+    def _with_context(self) -> torch.Tensor:
+        """h_t plus the output of its context layers, `[B, D]`."""
+        config, fixed, state, times = self._config, self._fixed, self._state, self._times
+        hidden_BnD = fixed.hidden_BnD.float()
+        base_BD = hidden_BnD[:, -1]
+        last_BD = self._embedded(fixed.ids_Bn[:, -1])
+        pairs_Bnx = torch.cat([rms_normalise(hidden_BnD), self._embedded(fixed.ids_Bn)], dim=-1)
+        for layer in range(config.context_layers):
+            name = context_prefix(layer)
+            query, key, value = state[f"{name}.in.weight"].chunk(3)
+            asked_Bx = torch.cat([rms_normalise(base_BD), last_BD], dim=-1)
+            query_BAw, key_BnAw, value_BnAw = (
+                part.unflatten(-1, (config.context_parts, -1))
+                for part in (times(asked_Bx, query), times(pairs_Bnx, key), times(pairs_Bnx, value))
+            )
+            score_BnA = (query_BAw.unsqueeze(1) * key_BnAw).sum(-1) / query_BAw.shape[-1] ** 0.5
+            score_BAn = score_BnA.transpose(1, 2)
+            share_BAn = score_BAn.masked_fill(~fixed.there_Bn.unsqueeze(1), -math.inf).softmax(-1)
+            mixed_BAw = (share_BAn.unsqueeze(-1) * value_BnAw.transpose(1, 2)).sum(2)
+            base_BD = base_BD + times(mixed_BAw.flatten(1), state[f"{name}.out.weight"])
+            if config.feed_forward:
+                inner_BF = F.silu(times(rms_normalise(base_BD), state[f"{name}.feed_in.weight"]))
+                base_BD = base_BD + times(inner_BF, state[f"{name}.feed_out.weight"])
+        return base_BD
+
+    def _told(self) -> torch.Tensor:
+        """What copying gives the cell for each head, `[B, K, H]`."""
+        text_BL = self._fixed.text_BL
+        rows, length = text_BL.shape
+        rows_B = torch.arange(rows, device=text_BL.device)
+        lasts_B = torch.full_like(rows_B, length - 1)
+        text = Text.of(text_BL, torch.zeros_like(text_BL), rows_B, lasts_B)
+        found_BKC = copied(
+            text,
+            self._embedded,
+            self._float32(self._state["copy.query.weight"]),
+            self._float32(self._state["copy.key.weight"]),
+            self._float32(self._state["copy.none.weight"]),
+            self._float32(self._state["copy.value.weight"]),
+            self._config.num_heads,
         )
-        score_BnA = (query_BAw.unsqueeze(1) * key_BnAw).sum(-1) / query_BAw.shape[-1] ** 0.5
-        score_BAn = score_BnA.transpose(1, 2)
-        share_BAn = score_BAn.masked_fill(~fixed.there_Bn.unsqueeze(1), -math.inf).softmax(-1)
-        mixed_BAw = (share_BAn.unsqueeze(-1) * value_BnAw.transpose(1, 2)).sum(2)
-        base_BD = base_BD + mixed_BAw.flatten(1) @ tensor(f"{name}.out.weight").T
-        if config.feed_forward:
-            inner_BF = F.silu(rms_normalise(base_BD) @ tensor(f"{name}.feed_in.weight").T)
-            base_BD = base_BD + inner_BF @ tensor(f"{name}.feed_out.weight").T
-    return base_BD
-
-
-def _told(
-    config: HeadsConfig,
-    fixed: FixedInputs,
-    tensor: Callable[[str], torch.Tensor],
-    embedded: Callable[[torch.Tensor], torch.Tensor],
-) -> torch.Tensor:
-    """What copying gives the cell for each head, `[B, K, H]`."""
-    rows, length = fixed.text_BL.shape
-    rows_B = torch.arange(rows, device=fixed.text_BL.device)
-    text = Text.of(
-        fixed.text_BL,
-        torch.zeros_like(fixed.text_BL),
-        rows_B,
-        torch.full_like(rows_B, length - 1),
-    )
-    found_BKC = copied(
-        text,
-        embedded,
-        tensor("copy.query.weight"),
-        tensor("copy.key.weight"),
-        tensor("copy.none.weight"),
-        tensor("copy.value.weight"),
-        config.num_heads,
-    )
-    return found_BKC @ tensor("copy.out.weight").T
+        return self._times(found_BKC, self._state["copy.out.weight"])
 
 
 def _apart(served_BV: torch.Tensor, logprobs_BV: torch.Tensor) -> float:

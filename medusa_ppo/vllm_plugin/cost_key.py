@@ -52,6 +52,9 @@ def cost_key(proposer: Any) -> dict[str, Any]:
         "tensor_parallel": config.parallel_config.tensor_parallel_size,
         "sampled": proposer.sampled,
         "draft_vocab": proposer.draft_vocabulary.size,
+        # Steps with either are not recorded on a GPU, and a search takes time on a CPU, too.
+        "memory": proposer.memory is not None,
+        "stops_early": proposer.stopping is not None,
     }
 
 

@@ -25,7 +25,7 @@ from torch import nn
 
 from heads.checkpoint import checksum, load_heads
 from heads.errors import ConfigError, MedusaError, SwapError
-from heads.heads_config import COPY_WINDOW
+from heads.heads_config import COPY_WINDOW, TEMPERATURES
 from heads.modules import MedusaHeads
 from medusa_ppo.contract.status import Checked
 from medusa_ppo.drafting import sending
@@ -78,7 +78,7 @@ from medusa_ppo.vllm_plugin.rank_agreement import (
     together,
 )
 from medusa_ppo.vllm_plugin.second_set import SecondSet, SetOrder, let_go
-from medusa_ppo.vllm_plugin.speculation import heads_folder
+from medusa_ppo.vllm_plugin.speculation import heads_folder, why_sequences_wait
 from medusa_ppo.vllm_plugin.target_tables import (
     embedding_module,
     lm_head_weight,
@@ -174,6 +174,9 @@ class MedusaProposer(Drafter):
                 expected=f"<= {heads.config.num_heads}, the heads in {folder}",
                 do="Draft fewer tokens or train more heads.",
             )
+        scheduler = self.vllm_config.scheduler_config
+        if waiting := why_sequences_wait(scheduler, self.num_speculative_tokens):
+            logger.warning("%s", waiting)
         self.model = self.heads = (
             heads.to(device=self.device, dtype=self.dtype).requires_grad_(False).eval()
         )
@@ -790,8 +793,8 @@ class MedusaProposer(Drafter):
         steps. `swap` takes what it returns.
 
         On the CPU that is everything but the exchange. On other devices heads stay at their
-        addresses, which a sleeping engine gives away and restores, and copying them there takes
-        milliseconds.
+        addresses, which a sleeping engine gives away and restores: they are written there, and
+        tried, between two steps.
         """
         if self.device.type != "cpu":
             return partial(self.read, path, checked)
@@ -859,6 +862,8 @@ class MedusaProposer(Drafter):
             self._replace(new)
             self._untrained = self.heads.untrained
         self.fed = True
+        # Only now, because it may compute with the new heads.
+        self._forget_pairs()
         self.version = version
         self.heads_checksum = new.checksum
         self._fingerprint = new.sums
@@ -875,7 +880,6 @@ class MedusaProposer(Drafter):
                 do="Report this.",
             )
         let_go(self._core.take(new.core))
-        self._forget_pairs()
         self.chooser.heads_changed()
         self._renew_vocabulary(new)
 
@@ -899,12 +903,17 @@ class MedusaProposer(Drafter):
         self.fed = False
         together("taking new heads", lambda: heads.load_trainable_state(new.state))
         self._core.load()
-        self._forget_pairs()
         self.chooser.heads_changed()
         self._refresh_vocabulary()
-        fault = find_damage(heads, new.sums)
-        # Always: with tensor parallelism the probe is a collective.
-        fault = self._probe_swap(new.state) or fault
+        damage = find_damage(heads, new.sums)
+        # Without damage the parameters are the file's values. The file's own tensors are on the
+        # host: to send them again for each product would take longer than the swap itself.
+        held = heads.trainable_views()
+        if TEMPERATURES in new.state:
+            held[TEMPERATURES] = new.state[TEMPERATURES]
+        # With damage, too: with tensor parallelism the probe is a collective.
+        difference = self._probe_swap(held)
+        fault = damage or difference
         if not agreed_by_all(not fault):
             raise SwapError(
                 "The engine does not draft with the heads that were swapped in; it drafts nothing"

@@ -46,10 +46,14 @@ class Admitted(NamedTuple):
 class Running:
     """A request, with the names of V1's state of it. `output_token_ids` ends with the last step
     but one.
+
+    Attributes:
+        slot: the last that it had: since a preemption it may be another's.
     """
 
     prompt_token_ids: Sequence[int]
     sampling_params: Any
+    slot: int
     output_token_ids: list[int] = field(default_factory=list)
 
 
@@ -80,7 +84,8 @@ class RunningRequests:
     def begin(self, admitted: Sequence[Admitted]) -> None:
         """Requests that enter or come back after a preemption, with what they have said so far."""
         for new in admitted:
-            request = self.live.setdefault(new.key, Running(new.prompt, new.asked))
+            request = self.live.setdefault(new.key, Running(new.prompt, new.asked, new.slot))
+            request.slot = new.slot
             request.output_token_ids = list(new.tokens[len(new.prompt) :])
         slots_N = sending.sent([new.slot for new in admitted], self._device)
         tails = [tail_of(new.tokens) for new in admitted]
@@ -92,6 +97,11 @@ class RunningRequests:
         """
         for key in keys:
             self.live.pop(key, None)
+
+    @property
+    def slots(self) -> list[int]:
+        """The slots of requests that have not ended, each once."""
+        return sorted({request.slot for request in self.live.values()})
 
     def sampled(
         self,

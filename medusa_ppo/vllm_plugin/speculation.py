@@ -62,6 +62,26 @@ def is_asynchronous(vllm_config: Any) -> bool:
     return bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
 
 
+def why_sequences_wait(scheduler_config: Any, drafts: int) -> str:
+    """A warning if not all sequences with this many drafts each fit into a step; empty if they do.
+    vLLM gives running sequences their tokens in turn, and those for which none are left stand still
+    until others have ended.
+    """
+    sequences = int(scheduler_config.max_num_seqs)
+    # By releases and settings it is None, which means the same as the other.
+    asked = getattr(scheduler_config, "max_num_scheduled_tokens", None)
+    most = int(asked or scheduler_config.max_num_batched_tokens)
+    wanted = sequences * (1 + drafts)
+    if wanted <= most:
+        return ""
+    return (
+        f"{sequences} sequences with {drafts} drafts each need {wanted} tokens in a step, and vLLM"
+        f" schedules {most} at most: while so many are drafted, {most // (1 + drafts)} sequences"
+        f" run and the others wait. Start vLLM with max_num_batched_tokens={wanted}, or with fewer"
+        " sequences."
+    )
+
+
 def feeds_itself() -> bool:
     """Whether an engine of this process looks for newer heads by itself."""
     return bool(os.environ.get(FEED))

@@ -313,8 +313,12 @@ class HeldHeads(MedusaProposer):
 
     def _forget_pairs(self) -> None:
         super()._forget_pairs()
-        if self._texts is not None and self._core.copier is not None:
-            self._core.copier.write_again(self._texts)
+        texts = self._texts
+        copier = self._core.copier
+        slots = self.running.slots
+        # Without heads, as in `_write`, no key can be made; those that come make all of them.
+        if self.drafting and texts is not None and copier is not None and slots:
+            copier.write_again(texts, sending.sent(slots, self.device))
 
     @torch.inference_mode()
     def _renew(self) -> None:

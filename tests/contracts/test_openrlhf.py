@@ -325,6 +325,8 @@ def test_the_drivers_variables_reach_workers_and_engines(monkeypatch: pytest.Mon
         note()
 
     class NotedTap:
+        cuts = False
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             note()
 
@@ -516,6 +518,46 @@ def test_the_rows_of_its_replay_buffer_are_those_that_it_trains_on() -> None:
         item.action_log_probs = None
     # The same on a rank without a row: all ask each other for their tokens, or none.
     assert ours.buffered_rows(items)[2] is None and ours.buffered_rows(items[1:2])[2] is None
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_its_log_probs_are_sent_unless_it_samples_from_some_tokens(
+    cuts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenRLHF's actor knows nothing of top-p: its log-probs are over all tokens."""
+    from openrlhf.trainer.ray import ppo_actor
+
+    told: list[Any] = []
+
+    class NotedTap:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.cuts = kwargs["top_p"] < 1
+
+        def __call__(self, *rows: Any) -> contextlib.AbstractContextManager[None]:
+            told.extend(rows)
+            return contextlib.nullcontext()
+
+        def updated(self) -> None: ...
+
+    monkeypatch.setattr("medusa_ppo.loops.tap.CompanionTap", NotedTap)
+    monkeypatch.setenv("MEDUSA_PPO_COMPANION", "ray:companion")
+    monkeypatch.setattr(ours.plain_class(ppo_actor.PolicyModelActor), "fit", lambda self, kl: {})
+    worker = object.__new__(ours.plain_class(ours.tapped_policy_actor()))
+    worker.actor = Namespace(model=None)
+    rollout = Namespace(temperature=1.0, top_p=0.9 if cuts else 1.0)
+    worker.strategy = Namespace(args=Namespace(rollout=rollout))
+    item = Namespace(
+        sequences=torch.tensor([5, 6, 7, 8]),
+        attention_mask=torch.ones(4),
+        action_mask=torch.tensor([0, 1, 1]),
+        action_log_probs=torch.tensor([-1.0, -2.0, -3.0]),
+    )
+    worker.trainer = Namespace(replay_buffer=Namespace(items=[item]))
+    worker.fit()
+    prompts, responses, logprobs = told
+    assert (prompts, responses) == ([[5, 6]], [[7, 8]])
+    expected = None if cuts else [[-2.0, -3.0]]
+    assert (logprobs and [values.tolist() for values in logprobs]) == expected
 
 
 def test_engines_that_feed_themselves_need_the_companions_heads(

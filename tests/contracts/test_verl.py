@@ -4,6 +4,7 @@ package; and its vLLM worker, really run.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
 import os
@@ -249,6 +250,46 @@ def test_a_tapped_worker_is_called_as_verls_own(ours: Any) -> None:
         for part in ("dispatch_fn", "collect_fn"):
             found = [attributes["dispatch_mode"][part] for attributes in (theirs, tapped)]
             assert found[0].func is found[1].func and found[0].args == found[1].args == ("actor",)
+
+
+@pytest.mark.parametrize("cuts", [False, True])
+def test_its_log_probs_are_sent_unless_it_samples_from_some_tokens(ours: Any, cuts: bool) -> None:
+    """verl's pass knows nothing of top-p and top-k: its log-probs are over all tokens."""
+    from verl.workers.engine_workers import ActorRolloutRefWorker
+
+    from medusa_ppo.loops.verl.verl_tap import tap_worker
+
+    class Worker(ActorRolloutRefWorker):  # type: ignore[misc]
+        def compute_log_prob(self, data: Any) -> Any:
+            return {"log_probs": -data["input_ids"].float()}
+
+    told: list[Any] = []
+
+    class NotedTap:
+        def __init__(self) -> None:
+            self.cuts = cuts
+
+        def __call__(self, *rows: Any) -> Any:
+            told.extend(rows)
+            return contextlib.nullcontext()
+
+    def nested(rows: list[list[int]]) -> torch.Tensor:
+        return torch.nested.as_nested_tensor(
+            [torch.tensor(row) for row in rows], layout=torch.jagged
+        )
+
+    tap_worker(Worker)
+    worker = object.__new__(Worker)
+    worker.config = verl_config().actor_rollout_ref
+    worker.actor = SimpleNamespace(engine=SimpleNamespace(module=None))
+    worker._medusa_tap = NotedTap()
+    data = {"input_ids": nested([[5, 6, 1, 2], [8, 1]]), "response_mask": nested([[1, 1], [1]])}
+    worker.compute_log_prob(data)
+    prompts, answers, logprobs = told
+    assert (prompts, answers) == ([[5, 6], [8]], [[1, 2], [1]])
+    # Shifted left by one, as verl's are.
+    expected = None if cuts else [[-6.0, -1.0], [-8.0]]
+    assert (logprobs and [values.tolist() for values in logprobs]) == expected
 
 
 def test_a_tap_refuses_what_it_cannot_read_by_name(ours: Any) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_ppo.config.run_config import known_keys
+from medusa_ppo.config.run_config import build_config, known_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 MOST_LINES = 5
@@ -77,6 +77,15 @@ def test_the_readme_imports_what_the_whole_change_does() -> None:
     assert {line for line in added(short) if line.startswith("from")} <= set(whole)
     for name in ("DraftingEngine(", "ActorSync("):
         assert any(name in line for line in added(short)) and any(name in line for line in whole)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/hooks.md"])
+def test_a_loop_of_ones_own_is_told_to_set_what_its_engine_had(page: str) -> None:
+    """Our defaults are many times narrower and shorter than those of a `vllm.LLM` on a GPU."""
+    lines = adoptions()["own"] if page == "README.md" else diffs(page)[0]
+    (settings,) = [line for line in added(lines) if line.startswith("settings = ")]
+    given = ast.literal_eval(settings.removeprefix("settings = ").partition("  #")[0])
+    assert {"max_num_seqs", "max_model_len"} <= build_config(given).engine.model_fields_set
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/hooks.md"])

@@ -6,6 +6,7 @@ Nothing is run here. A line with brackets, bars or dots in it is a synopsis, and
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -13,7 +14,9 @@ from pathlib import Path
 import pytest
 import typer
 
+from medusa_ppo.cli import feed_commands
 from medusa_ppo.cli.app import app
+from medusa_ppo.cli.companion_commands import serve
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "heads/FORMAT.md"]
@@ -129,3 +132,62 @@ def test_a_command_takes_what_is_shown(page: str, line: str) -> None:
         command = command.commands[rest[0]]
         rest = rest[1:]
     command.make_context(line, list(rest))
+
+
+def test_the_packages_for_gpus_are_not_installed_with_a_torch_for_cpus() -> None:
+    """Of a version without `+cu...` the CPU's index has a build, too. As in the Makefile."""
+    blocks = [
+        block
+        for page in PAGES
+        for block in re.findall(
+            r"^```\w*\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+        )
+        if "requirements-c" in block
+    ]
+    assert {file for block in blocks for file in re.findall(r"requirements-c\w+", block)} == {
+        "requirements-cpu",
+        "requirements-cuda",
+    }
+    for block in blocks:
+        assert ("requirements-cuda" in block) != ("--torch-backend cpu" in block), block
+
+
+LISTENING = {"medusa-ppo feed serve": feed_commands.serve, "medusa-ppo companion serve": serve}
+ELSEWHERE = "feeds.md#on-several-nodes"
+
+
+def section(page: str, heading: str) -> str:
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    found = re.search(rf"\n##+ {heading}\n(.*?)(?=\n##+ |\Z)", text, re.DOTALL)
+    assert found is not None, heading
+    return found[1]
+
+
+def test_each_address_of_another_node_has_a_command_that_listens_there() -> None:
+    """The only companion on any page listened on loopback, and three loops were told to reach it at
+    HOST.
+    """
+    defaults = {
+        str(inspect.signature(command).parameters["port"].default): words
+        for words, command in LISTENING.items()
+    }
+    seen = set()
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for part in re.split(r"\n##+ ", page.read_text(encoding="utf-8")):
+            ports = set(re.findall(r"http://HOST:(\d+)", part))
+            shown = part
+            if ELSEWHERE in part:
+                shown += section("feeds.md", "On several nodes")
+            lines = shown.replace("\\\n", " ").splitlines()
+            for port in ports:
+                words = defaults[port]
+                assert any(line.startswith(words) and "--host 0.0.0.0" in line for line in lines), (
+                    f"{page.name}: {part.splitlines()[0]}: nothing listens at HOST:{port}"
+                )
+            seen |= ports
+    assert seen == defaults.keys()
+
+
+def test_a_page_says_that_a_tap_needs_its_companion_at_the_start() -> None:
+    """It ends the training on every rank, after models and engines have been loaded."""
+    assert "ends the training" in section("feeds.md", "On several nodes")

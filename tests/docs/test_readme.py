@@ -42,8 +42,8 @@ GEMMA_270M = {
     "num_key_value_heads": 1,
     "head_dim": 256,
     "intermediate_size": 2048,
+    # As on the hub: transformers leaves out that the family's tables are tied.
     "vocab_size": 262144,
-    "tie_word_embeddings": True,
 }
 FIGURE = re.compile(r"\d+(?:[.,]\d+)*")
 # Command -> the file that runs it on something real, and what of it stands there.

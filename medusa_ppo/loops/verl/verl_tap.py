@@ -125,13 +125,15 @@ def tap_worker(worker: type[Any]) -> None:
 
     @spread
     def compute_log_prob(self: Any, data: Any) -> Any:
+        tap = _tap_of(self)
         rows, kept = rows_of(data)
-        logprobs = [torch.zeros(len(answer)) for _, answer in rows]
-        with _tap_of(self)(*_sides(rows), logprobs):
+        logprobs = None if tap.cuts else [torch.zeros(len(answer)) for _, answer in rows]
+        with tap(*_sides(rows), logprobs):
             output = score(self, data)
-            found = response_logprobs(output["log_probs"], data["response_mask"])
-            for values, index in zip(logprobs, kept, strict=True):
-                values.copy_(found[index])
+            if logprobs is not None:
+                found = response_logprobs(output["log_probs"], data["response_mask"])
+                for values, index in zip(logprobs, kept, strict=True):
+                    values.copy_(found[index])
         self.medusa_scored = True
         return output
 

@@ -7,6 +7,7 @@ import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from medusa_ppo.bench.pairs import table_of
 from medusa_ppo.bench.rollout_speed import RolloutBench
 from medusa_ppo.cli.app import app
 from medusa_ppo.config.engine_section import EngineConfig
+from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.runtime.console import OfflineProgress
 
@@ -361,3 +363,39 @@ def test_what_no_engine_could_do_is_refused_before_any_starts(
     bench = RolloutBench(str(chain_actor), str(tmp_path / "right"), str(data), "{question}")
     with pytest.raises((ConfigError, CheckpointError), match=re.escape(says)):
         rollout.run_rollout(replace(bench, **named), OfflineProgress(quiet=True))
+
+
+class _PluginThatTrains:
+    """Trains for half a second in each step, and for as long after it."""
+
+    actor_forward = None
+
+    def __init__(self) -> None:
+        self.unsaid_s = 0.0
+
+    def rollout_ready(self, rollouts: Any) -> None:
+        self.unsaid_s += 0.5
+
+    def drain(self, timeout_s: float) -> bool:
+        self.unsaid_s += 0.5
+        return True
+
+    def metrics(self) -> dict[str, float]:
+        said, self.unsaid_s = self.unsaid_s, 0.0
+        return {names.COMPANION_TRAIN_S: said, names.PLUGIN_EXPOSED_S: 0.1}
+
+    def before_generation(self) -> None: ...
+
+    def policy_updated(self, actor: Any, version: int) -> None: ...
+
+
+@pytest.mark.parametrize("rounds", [1, 4])
+def test_the_warm_up_rounds_training_counts_in_no_round(
+    monkeypatch: pytest.MonkeyPatch, rounds: int
+) -> None:
+    monkeypatch.setattr(plugin_costs._Timed, "_ppo", lambda *_: None)
+    learner = SimpleNamespace(actor=None)
+    timed = plugin_costs._Timed(learner, _PluginThatTrains(), [None] * (rounds + 1), 0)
+    timed.take_turns(rounds, lambda *_: None)
+    assert timed.trained_s == pytest.approx(rounds * 1.0)
+    assert timed.exposed_s == pytest.approx(rounds * 0.1)

@@ -22,7 +22,7 @@ from medusa_ppo.cli.gpu_suite import (
     read_results,
     results_text,
 )
-from medusa_ppo.config.run_config import load_config
+from medusa_ppo.config.run_config import OFF, load_config
 from medusa_ppo.reports.run_files import ACTOR_FOLDER, HEADS_FOLDER
 from medusa_ppo.runtime.files import write_atomic
 
@@ -77,6 +77,10 @@ def test_the_bench_takes_what_the_run_before_leaves_behind() -> None:
     assert f"--model {folder}/{ACTOR_FOLDER} --heads {folder}/{HEADS_FOLDER} " in bench
     template = load_config(ROOT / "configs" / "one-gpu.yaml").data.template
     assert f"--template '{template}'".replace("\n", "\\n") in bench
+
+
+def test_a_bench_that_says_no_leads_to_a_run_without_the_plugin() -> None:
+    assert " ".join(OFF) in STEPS[3].means
 
 
 def test_what_they_must_print_stands_in_the_code() -> None:

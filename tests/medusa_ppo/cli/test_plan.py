@@ -21,6 +21,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 from heads.errors import ModelError
@@ -32,6 +33,7 @@ from medusa_ppo.cli.plan import (
     LOGITS,
     ON_HOST,
     PROCESS_BYTES,
+    Plan,
     companion_parts,
     heads_parameters,
     hidden_bytes,
@@ -51,6 +53,7 @@ from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.role_memory import RANK
 from medusa_ppo.runtime.hardware import (
+    TIED_BY_DEFAULT,
     Hardware,
     ModelSizes,
     assumed_hardware,
@@ -110,6 +113,14 @@ def test_older_families_within_two_percent() -> None:
     assert ModelSizes.from_config(model.config.to_dict()).parameters == pytest.approx(
         sum(p.numel() for p in model.parameters()), rel=0.02
     )
+
+
+@pytest.mark.parametrize("family", [*TIED_BY_DEFAULT, "llama", "mistral", "qwen2", "qwen3", "phi"])
+def test_a_file_that_says_nothing_of_the_tables_has_the_familys(family: str) -> None:
+    """transformers leaves a family's default out of the file."""
+    config = CONFIG_MAPPING[family]()
+    tied = bool(getattr(config, "text_config", config).tie_word_embeddings)
+    assert ModelSizes.from_config({**SMALL, "model_type": family}).tied == tied
 
 
 def test_what_can_not_be_planned_is_refused() -> None:
@@ -189,6 +200,25 @@ def test_a_plan_adds_up(folder: Path) -> None:
         and "'big'" in engine.where
         and engine.parts["weights"] == plan.processes[1].parts["weights"] // 4
     )
+
+
+def test_all_ranks_of_an_engine_are_counted(folder: Path) -> None:
+    """Two engines of 8 ranks were counted as two GPUs' memory of the sixteen."""
+
+    def planned(**extra: int) -> Plan:
+        engine = {"dtype": "float32", "replicas": 2, "extra": extra}
+        return make_plan(build_config({"model": {"path": str(folder)}, "engine": engine}), GPUS)
+
+    one, four = planned(), planned(tensor_parallel_size=4)
+    engine = one.processes[1]
+    kv_heads = one.model.kv_heads
+    copies = 2 * (4 - 1) * engine.parts["heads"]
+    copies += 2 * (4 // kv_heads - 1) * engine.parts["keys and values"]
+    assert four.memory - one.memory == pytest.approx(copies, abs=16)
+    assert " a rank " in next(line for line in lines(four) if "engine of 4 ranks" in line)
+    # Ranks of data parallelism have the whole model.
+    two = planned(data_parallel_size=2)
+    assert two.memory - one.memory == 2 * engine.memory
 
 
 def test_sampled_positions_and_a_gpu_that_is_left_alone(folder: Path) -> None:

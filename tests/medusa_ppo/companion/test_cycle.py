@@ -499,15 +499,34 @@ def test_heads_are_judged_once_they_were_trained_on_as_many_rows_as_that_takes(c
             task.batch(16), prompts_S=torch.arange(16) // 2, passes=0.25, policy_version=number
         )
         due = trained >= JUDGED_ROWS * batch.response_ids_M.numel()
+        judged = (cycle.version, number)
         report = cycle.run(batch)
+        if due:  # Before it was trained on, and with the heads that served then.
+            assert (cycle.replayed_version, cycle.replayed_policy_version) == judged
         assert (report.verdict is not None) == due
         trained = report.train.rows + (0 if due else trained)
         verdicts += due
         if number == 1:  # A restart doesn't forget what was trained.
             state = cycle.state_dict()
+            before = cycle
             cycle = make(task)
             cycle.load_state_dict(state)
+            assert cycle.replayed_version == before.replayed_version
+            assert cycle.replayed_policy_version == before.replayed_policy_version
     assert 1 <= verdicts <= 3
+
+
+def test_estimates_keep_the_version_of_the_heads_that_a_verdict_replaced(chain) -> None:
+    task = chain()
+    cycle = make(task)
+    while not cycle.run(task.batch()).published:
+        assert cycle.replayed_version == cycle.version == 0
+    assert (cycle.replayed_version, cycle.version, cycle.replayed_policy_version) == (0, 1, 0)
+    state = cycle.state_dict()
+    state["schedule"] = state["schedule"][:-2]  # As earlier releases wrote it.
+    again = make(task)
+    again.load_state_dict(state)
+    assert (again.replayed_version, again.version, again.replayed_policy_version) == (0, 1, 0)
 
 
 def test_starts_from_given_heads(chain) -> None:

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import torch
 
-from heads.errors import CheckpointError, CompanionError, ConfigError, DataError
+from heads.errors import CheckpointError, CompanionError, ConfigError, DataError, FeedError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.companion_link import (
     COMPANION_TOKEN,
@@ -158,6 +158,35 @@ def test_the_end_waits_for_what_is_on_its_way_into_the_feed(
     assert manifest is not None and manifest.newest == 1
 
 
+@pytest.mark.parametrize("drained", [True, False])
+def test_the_end_tries_again_what_the_feed_could_not_take(
+    made: Callable[..., CompanionDesk],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    drained: bool,
+) -> None:
+    publish = FolderFeed.publish
+
+    def away(*_: object) -> FeedVersion:
+        raise FeedError("The feed is being started again.")
+
+    monkeypatch.setattr(FolderFeed, "publish", away)
+    desk = made()
+    service = desk._service
+    service._cycle.version = 1
+    service._publish()
+    service._feed_newest()
+    feed = FolderFeed(tmp_path / "feed")
+    assert until(lambda: "being started again" in service.feed_problem)
+    assert feed.manifest() is None
+    monkeypatch.setattr(FolderFeed, "publish", publish)
+    if drained:
+        assert desk.drain(60) and feed.manifest() is not None
+    desk.close()
+    manifest = feed.manifest()
+    assert manifest is not None and manifest.newest == 1
+
+
 def test_parts_of_all_processes_become_one_batch(desk: CompanionDesk, task: ChainTask) -> None:
     tables = task.lm_head_VD, None
     put(desk, part_of(task), None, header(ranks=3, rank=1))
@@ -197,6 +226,38 @@ def test_a_late_part_is_dropped_alone(desk: CompanionDesk, task: ChainTask) -> N
     put(desk, part_of(task), None, header(5, ranks=3, rank=1))
     put(desk, part_of(task), None, header(5, ranks=3, rank=2))
     assert sizes[3:] == [one, one, 3 * one] and desk.status().batches_dropped == 1
+
+
+@pytest.mark.parametrize("behind", [2, 5])
+def test_a_process_that_is_several_steps_behind_leaves_the_others_together(
+    desk: CompanionDesk, task: ChainTask, behind: int
+) -> None:
+    """Its part counted as a new step, and those of the others, which were on time, as late."""
+    tables = task.lm_head_VD, None
+    sizes = responses_of_batches(desk)
+    steps = behind + 4
+    for number in range(1, steps + 1):
+        late = [(number - behind, 2)] if number > behind else []
+        for sent, rank in [(number, 0), *late, (number, 1)]:
+            put(desk, part_of(task), None if rank else tables, header(sent, ranks=3, rank=rank))
+    # It has caught up.
+    for rank in range(3):
+        told = header(steps + 1, ranks=3, rank=rank)
+        put(desk, part_of(task), None if rank else tables, told)
+    one = part_of(task).lengths_S.numel()
+    assert sizes == [2 * one] * steps + [3 * one]
+    assert desk.status().batches_dropped == 4
+
+
+def test_a_training_that_begins_again_with_its_numbers_is_not_late(
+    desk: CompanionDesk, task: ChainTask
+) -> None:
+    tables = task.lm_head_VD, None
+    sizes = responses_of_batches(desk)
+    for number, rank in [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0), (1, 0), (1, 1), (1, 2)]:
+        put(desk, part_of(task), None if rank else tables, header(number, ranks=3, rank=rank))
+    one = part_of(task).lengths_S.numel()
+    assert sizes == [2 * one, 2 * one, one, 3 * one] and desk.status().batches_dropped == 0
 
 
 def test_a_late_part_with_its_own_tables_is_learned_from(

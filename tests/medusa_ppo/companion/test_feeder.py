@@ -196,6 +196,22 @@ def test_at_the_end_the_last_version_still_goes_there(feed: Held, tmp_path: Path
     assert unused.closed
 
 
+@pytest.mark.parametrize("back", [True, False])
+def test_at_the_end_what_could_not_be_put_there_is_tried_once_more(
+    feed: Held, tmp_path: Path, caplog: pytest.LogCaptureFixture, back: bool
+) -> None:
+    """The feed may be well again, and no batch comes after which it would be tried."""
+    feed.error = FeedError("away", given="x")
+    feeder = Feeder(feed)
+    feeder.offer(offer(tmp_path, 1))
+    assert feeder.drain(PATIENCE_S) and feeder.problem
+    if back:
+        feed.error = None
+    feeder.close(None)
+    assert numbers(feed) == ([1] if back else []) and feed.closed
+    assert ("newest heads are not in the feed" in caplog.text) == (not back)
+
+
 def test_at_the_end_an_upload_has_the_time_that_its_bytes_take(
     feed: Held, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from heads.errors import CheckpointError, DataError
+from heads.losses import Teacher, known_lse
 from heads.tensorfile import save_state
 from medusa_ppo.companion.parts_wire import (
+    LOGPROB_ROWS,
     PartHeader,
     Wish,
     batch_tensors,
@@ -27,6 +29,7 @@ from medusa_ppo.companion.parts_wire import (
 )
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from tests.medusa_ppo.companion.conftest import ChainTask
+from tests.medusa_ppo.ppo.test_recompute import LiveBytes
 
 HEADER = PartHeader(number=3, policy_version=7, tables_version=6, temperature=0.7, left_out=5)
 
@@ -105,6 +108,96 @@ def test_log_probs_that_did_not_come_are_those_of_the_states(
     logits_MV = batch.hidden_MD @ task.lm_head_VD.T / 0.7
     expected = logits_MV.log_softmax(-1)[range(len(found)), batch.response_ids_M]
     torch.testing.assert_close(found, expected)
+
+
+def as_sampled(logits_V: torch.Tensor, token: int, top_k: int, top_p: float) -> float:
+    """log-prob of a token, by hand: the `top_k` likeliest tokens, of these the likeliest until
+    their mass reaches `top_p`, and in any case the token itself.
+    """
+    order = logits_V.argsort(descending=True).tolist()[: top_k or None]
+    p_K = logits_V[order].double().softmax(-1).tolist()
+    kept = {token} | {order[i] for i in range(len(order)) if sum(p_K[:i]) < top_p}
+    return float(logits_V[token].double() - logits_V[sorted(kept)].double().logsumexp(-1))
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.9), (3, 1.0), (5, 0.8), (0, 0.3), (99, 1.0)])
+@pytest.mark.parametrize("rows", [1, 20, 1024])
+def test_log_probs_that_did_not_come_are_of_what_was_sampled_from(
+    top_k: int, top_p: float, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were those over all tokens: too small, so that drafts were judged too good. A token that
+    the actor's rounding leaves out was sampled, so it counts.
+    """
+    monkeypatch.setattr("medusa_ppo.companion.parts_wire.LOGPROB_ROWS", rows)
+    generator = torch.Generator().manual_seed(3)
+    lm_head_VD = torch.randn(50, 16, generator=generator)
+    hidden_MD = torch.randn(40, 16, generator=generator)
+    logits_MV = hidden_MD @ lm_head_VD.T / 0.7
+    ids_M = torch.multinomial(logits_MV.softmax(-1), 1, generator=generator)[:, 0]
+    batch = RolloutBatch(
+        hidden_MD,
+        ids_M,
+        torch.zeros(40),
+        torch.full((4,), 10),
+        temperature=0.7,
+        top_k=top_k,
+        top_p=top_p,
+    )
+    found = with_logprobs(batch, ((0, 15), (15, 40)), lm_head_VD).logprobs_M
+    expected = [
+        as_sampled(logits_V, token, top_k, top_p)
+        for logits_V, token in zip(logits_MV, ids_M.tolist(), strict=True)
+    ]
+    torch.testing.assert_close(found, torch.tensor(expected), rtol=1e-4, atol=1e-5)
+
+
+def test_the_actors_share_of_a_draft_vocabulary_is_of_what_was_sampled_from() -> None:
+    """The log-probs normalise it. Where drafts may be any token that top-k keeps, it is all; it was
+    the mass before the cut.
+    """
+    generator = torch.Generator().manual_seed(3)
+    lm_head_VD = torch.randn(50, 16, generator=generator)
+    hidden_MD = torch.randn(40, 16, generator=generator)
+    ids_W = torch.arange(30)
+    logits_MV = hidden_MD @ lm_head_VD.T
+    kept_M3 = logits_MV.topk(3).indices
+    rows = (kept_M3 < 30).all(1)
+    count = int(rows.sum())
+    assert count > 4
+    batch = RolloutBatch(
+        hidden_MD[rows],
+        kept_M3[rows, 1],
+        torch.zeros(count),
+        torch.tensor([count]),
+        top_k=3,
+    )
+    batch = with_logprobs(batch, ((0, count),), lm_head_VD)
+    lse_M = known_lse(batch.hidden_MD, batch.response_ids_M, batch.logprobs_M, lm_head_VD, 1.0)
+    places_M = torch.arange(count)
+    teacher = Teacher(batch.hidden_MD, places_M[:, None], lm_head_VD[ids_W], top_k=3, lse_M=lse_M)
+    torch.testing.assert_close(teacher.logprobs(places_M).exp().sum(1), torch.ones(count))
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (0, 0.9), (20, 0.9)])
+def test_a_cut_takes_no_more_memory_however_long_the_batch(top_k: int, top_p: float) -> None:
+    """Two float32 tables of a block's logits, as before there were cuts."""
+    vocab = 400
+    lm_head_VD = torch.randn(vocab, 8).bfloat16()
+    for blocks in (1, 3):
+        count = blocks * LOGPROB_ROWS
+        batch = RolloutBatch(
+            torch.randn(count, 8).bfloat16(),
+            torch.randint(vocab, (count,)),
+            torch.zeros(count),
+            torch.tensor([count]),
+            top_k=top_k,
+            top_p=top_p,
+        )
+        with LiveBytes(torch.nn.Module()) as live:
+            found = with_logprobs(batch, ((0, count),), lm_head_VD)
+        beside = batch.logprobs_M.nbytes + batch.hidden_MD.nbytes + lm_head_VD.nbytes
+        assert live.peak - beside < 2.1 * 4 * vocab * LOGPROB_ROWS
+        assert bool(found.logprobs_M.isfinite().all())
 
 
 def test_log_probs_that_came_stay_beside_those_that_are_computed(

@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 
 from heads.errors import ConfigError
+from medusa_ppo.companion.holdout import enough_to_hold_out
+from medusa_ppo.companion.service import SAVED_EVERY
 from medusa_ppo.config.actor_section import ActorConfig
+from medusa_ppo.config.companion_section import HOLDOUT_SHARE
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.config.old_keys import OLD_KEYS
 from medusa_ppo.config.ppo_section import PPOConfig
@@ -337,6 +340,14 @@ def test_a_key_of_an_earlier_release_says_what_says_it_now(key: str, tmp_path: P
         r"\b(?:actor|data|engine|heads|companion|ppo|report)\.[a-z_]+", OLD_KEYS[key]
     )
     assert set(named) <= set(known_keys()), "what it names exists"
+
+
+def test_what_old_keys_say_of_the_companion_is_what_it_does() -> None:
+    held = OLD_KEYS["companion.holdout_fraction"]
+    least = next(count for count in range(100) if enough_to_hold_out(count, HOLDOUT_SHARE))
+    assert f"fewer than {least} prompts" in held and "a fifth" in held.lower()
+    assert HOLDOUT_SHARE == 1 / 5
+    assert f"{SAVED_EVERY} batches" in OLD_KEYS["companion.checkpoint_every"]
 
 
 def test_a_missing_or_broken_file_is_a_clear_error(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ def test_what_training_saved_is_what_its_first_heads_would_have_taken_longer() -
     assert seconds_saved(written(4), {3: 1.1}) == pytest.approx(0.6)
     assert seconds_saved(written(4), {3: 0.9}) == pytest.approx(-0.6)
     assert seconds_saved(written(0), {3: 1.1}) == 0, "nothing was drafted"
+    # One draft step and nine without drafts, in which no heads would have been faster.
+    assert seconds_saved(written(1), {3: 1.1}) == pytest.approx(0.06)
     assert seconds_saved(written(4), {2: 1.1}) == 0, "these were never judged"
 
 
@@ -59,6 +61,17 @@ def test_what_a_verdict_published_is_as_good_as_it_was_judged() -> None:
     assert lengths_over_frozen(first)[1] == 1.0, "it is the one that others are compared with"
     assert lengths_over_frozen(CompanionStatus(versions_published=3, serving=row(4.4))) == {}
     assert lengths_over_frozen(CompanionStatus(versions_published=3, fresh=True)) == {}
+
+
+def test_replay_estimates_say_whose_they_are() -> None:
+    """A verdict that publishes replaces the heads that it judged as serving ones."""
+    judged = {"serving": row(3.98), "candidate": row(4.14), "frozen": row(3.95)}
+    versions = {"replayed_version": 3, "replayed_policy_version": 11, "last_policy_version": 12}
+    values = companion_figures(
+        CompanionStatus(versions_published=4, fresh=True, **judged, **versions)
+    )
+    assert (values[names.REPLAY_HEADS_VERSION], values[names.REPLAY_POLICY_VERSION]) == (3, 11)
+    assert names.REPLAY_HEADS_VERSION not in companion_figures(CompanionStatus())
 
 
 def written(drafts: int) -> Rollouts:

@@ -38,3 +38,6 @@ def test_a_logger_gets_numbers_under_one_prefix():
         "draft_choices" in name for name in found
     )
     assert names.DRAFT_SPEEDUP not in serving_figures(rollouts, None, [])
+    unknown = {"running": 8, "steps": [0, 0, 90], "speedup": None}
+    assert serving_figures(rollouts, None, [*choices, unknown])[names.DRAFT_SPEEDUP] == 1.25
+    assert names.DRAFT_SPEEDUP not in serving_figures(rollouts, None, [unknown])

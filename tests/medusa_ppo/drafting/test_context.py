@@ -4,6 +4,8 @@ trainer's heads on the same rollout.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,6 +15,8 @@ from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING, context_rows
 from medusa_ppo.drafting.context import Arrived, ContextHeads, PairRing, Seen, Standing
 from medusa_ppo.drafting.core import DraftingCore, DraftSampling
+from medusa_ppo.drafting.products import plain_linear
+from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of
 
 D, V, K, n = 8, 12, 3, 4
 
@@ -208,3 +212,58 @@ def test_a_steps_own_tensors_bring_the_same_pairs(device: torch.device) -> None:
             rows_Tn[at],
         )
         begun += accepted
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_swap_writes_what_products_read_where_it_is(
+    device: torch.device,
+    layers: int,
+    inference: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At a new place 0.6 GB of an 8B's heads stayed on the GPU while the engine slept, from the
+    first swap on, and as much was never used again.
+    """
+    # As with a real vocabulary, whose tables would be too large.
+    for module in ("context", "texts"):
+        monkeypatch.setattr(f"medusa_ppo.drafting.{module}.TABLE_ENTRIES", 0)
+    rollout = Rollout(device, context_layers=layers, feed_forward=2, copy_parts=2)
+    heads = rollout.heads
+
+    def core() -> DraftingCore:
+        return DraftingCore(
+            heads, lambda rows: rows, lambda ids: F.embedding(ids, rollout.table_VD)
+        )
+
+    def weights(held: DraftingCore) -> list[torch.Tensor]:
+        """All that products read: 1 / rms of the tokens is made again with each actor."""
+        found = tensors_of(held, (rollout,))
+        return [
+            one for one in found if one.is_floating_point() and one.dim() > 1 and one.shape[1] > 1
+        ]
+
+    serving = core()
+    places = {weight.data_ptr() for weight in weights(serving)}
+    for parameter in heads.parameters():
+        parameter.mul_(1.25)
+    with torch.inference_mode(inference):
+        serving.load()
+    assert {weight.data_ptr() for weight in weights(serving)} == places
+    swapped, made = ([weight.cpu() for weight in weights(held)] for held in (serving, core()))
+    assert len(swapped) == len(made) > 10
+    for here, there in zip(swapped, made, strict=True):
+        assert torch.equal(here, there)
+
+
+def test_a_packed_product_keeps_no_second_copy_of_its_weight(device: torch.device) -> None:
+    """On a CPU: the copy takes a third of what the heads take."""
+    rollout = Rollout(device)
+
+    def packed(weight: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+        return plain_linear(weight.clone())
+
+    fused = ContextHeads(rollout.heads, lambda ids: F.embedding(ids, rollout.table_VD), packed)
+    for _ in range(2):
+        assert fused._next_weight is not None and fused._next_weight() is None
+        fused.load()

@@ -5,9 +5,12 @@ Whatever the ring has seen before: prompts longer than it, other requests, other
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.copying import SERVED_PLACES, Texts
 from heads.heads_config import HeadsConfig
@@ -17,6 +20,20 @@ from medusa_ppo.drafting.texts import Copier, TextRing
 
 D, V, K, PARTS = 16, 30, 3, 2
 CPU = torch.device("cpu")
+
+
+class CountCalls(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, call: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.count += 1
+        return call(*args, **(kwargs or {}))
 
 
 class Scene:
@@ -144,6 +161,31 @@ def test_other_heads_find_other_things_once_the_texts_are_written_again() -> Non
     scene.write(ring, 0, ids, 0, 30)
     told_BKH = scene.copier.find(ring, torch.tensor([0]), torch.tensor([29]))
     torch.testing.assert_close(told_BKH[0], scene.trained(ids, 29), rtol=1e-4, atol=1e-5)
+
+
+def test_keys_are_made_again_in_as_many_operations_whatever_the_number_of_texts() -> None:
+    """One text after the other took 27,000 launches for 1,024 of them, and a wait for each."""
+    scene = Scene()
+    counted: list[int] = []
+    for lengths in ([3, 40, 100], [3, 40, 100, 7, 0, 64, 20, 1, 65]):
+        ring = scene.ring(slots=len(lengths))
+        for slot, length in enumerate(lengths):
+            if length:
+                scene.write(ring, slot, repeating(length, seed=slot), 0, length)
+        made_SALw = ring.keys_SALw.clone()
+        ring.keys_SALw[: len(lengths) - 1].fill_(-9.0)
+        with CountCalls() as calls:
+            scene.copier.write_again(ring, torch.arange(len(lengths) - 1))
+        counted.append(calls.count)
+        for slot, length in enumerate(lengths):
+            kept_ALw = ring.keys_SALw[slot, :, : min(length, ring.places)]
+            # Keys of the oldest places may be made of tokens that the ring had lost meanwhile.
+            lost = 2 if length > ring.places else 0
+            oldest = length % ring.places
+            same_L = (kept_ALw == made_SALw[slot, :, : kept_ALw.shape[1]]).all(2).all(0)
+            others_L = (torch.arange(len(same_L)) - oldest) % ring.places >= lost
+            assert bool(same_L[others_L].all())
+    assert counted[0] == counted[1]
 
 
 def test_a_large_vocabulary_has_no_tables() -> None:

@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from heads.checkpoint import checksum, load_state, save_state
-from heads.errors import EngineError, SwapError
+from heads.errors import EngineError, NoRoomError, SwapError
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines import http_server, ray_engine
@@ -728,6 +728,21 @@ def test_a_server_does_not_keep_the_file_of_a_call_that_is_broken_off(
     assert asked_of(server) == expected
 
 
+@pytest.mark.parametrize(("status", "kind"), [(413, NoRoomError), (500, SwapError)])
+def test_a_node_without_room_is_told_from_a_server_that_refuses(
+    ask, tmp_path: Path, status: int, kind: type[SwapError]
+) -> None:
+    """A start helps only one of them."""
+    engine, _ = ask(silent)
+    transport = httpx.MockTransport(lambda request: httpx.Response(status))
+    engine._client = http_server.Client(base_url="http://node", transport=transport)
+    save_state(tmp_path / "heads", {"x": torch.ones(3)})
+    with pytest.raises(SwapError, match=str(status)) as caught:
+        engine.swap_heads(tmp_path / "heads", 1)
+    assert caught.type is kind
+    engine.close()
+
+
 @pytest.mark.parametrize(
     ("ends", "warns"),
     [
@@ -786,6 +801,32 @@ def test_an_interrupt_ends_the_requests_of_an_engine_without_a_pool(
         engine.generate([[1, 2]] * 8, Sampling(max_new_tokens=4))
     thread.join()
     writing.until(writing.gone, engine._workers)
+    engine.close()
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_an_interrupt_in_a_sync_does_not_wait_for_the_actor_without_a_pool(
+    ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: bool
+) -> None:
+    """The server resumes when it has loaded it, whoever waits for that; and it does so too where
+    the loop goes on with its own server.
+    """
+    monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 20.0)
+    monkeypatch.setattr(http_server, "AFTER_CLOSE_S", 0.2)
+    engine, server = ask(shared := Shared(b"/collective_rpc", Writing()))
+    engine._started_here = ours
+    save_state(tmp_path / "actor", {"x": torch.ones(3)})
+
+    def interrupt() -> None:
+        shared.holding.until(shared.holding.asked, 1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        engine.sync_actor(tmp_path / "actor", 1)
+    thread.join()
+    assert asked_of(server) == ["POST /pause", "POST /collective_rpc", "POST /resume"]
     engine.close()
 
 

@@ -34,7 +34,7 @@ from medusa_ppo.contract.rollouts import Counters, Sampling
 from medusa_ppo.engines import launch
 from medusa_ppo.engines import rollout_engine as engine
 from medusa_ppo.engines.http_server import parse_counters, server_arguments
-from medusa_ppo.engines.launch import plan_launch, process_environment, stop_ids
+from medusa_ppo.engines.launch import plan_launch, process_environment, reading_s, stop_ids
 from medusa_ppo.engines.pieces import request_seed
 from medusa_ppo.vllm_plugin import vllm_versions
 from medusa_ppo.vllm_plugin.worker_calls import first_of, raise_reported, reports_errors
@@ -78,7 +78,7 @@ def test_a_large_model_gets_time_to_be_read(model: Path) -> None:
     for part in range(2):
         with open(model / f"{part}.safetensors", "wb") as file:
             file.truncate(70 * 10**9)  # It has no blocks.
-    assert plan_launch(model, None, EngineConfig(), 0).load_s == 2800
+    assert plan_launch(model, None, EngineConfig(), 0).load_s == reading_s(model) == 2800
 
 
 def test_a_vision_language_model_gets_what_images_need(model: Path) -> None:
@@ -290,11 +290,46 @@ def test_a_runner_that_the_environment_asks_for_must_be_the_engines(
 ) -> None:
     monkeypatch.setattr(launch, "vllm_version", lambda: "0.32.0")
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(ConfigError, match=r"engine\.runner=v2"):
         plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(), 0)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     plan = plan_launch(model, heads_folder(tmp_path / "heads"), EngineConfig(runner="v2"), 0)
     assert plan.environment == {"VLLM_USE_V2_MODEL_RUNNER": "1"}
+
+
+@pytest.mark.parametrize("runner", [None, "v1", "v2"])
+@pytest.mark.parametrize(
+    ("version", "cpu"), [("0.24.0", False), ("0.32.0", True)], ids=["an old vLLM", "a CPU build"]
+)
+@pytest.mark.parametrize("others_start", [True, False])
+def test_what_the_error_advises_where_v2_cannot_be_had_leads_to_a_start(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    runner: Any,
+    version: str,
+    cpu: bool,
+    others_start: bool,
+) -> None:
+    """No two errors that name each other's settings: only without the variable does it start."""
+    monkeypatch.setattr(launch, "vllm_version", lambda: version)
+    monkeypatch.setattr(launch, "is_cpu_build", lambda: cpu)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    heads = heads_folder(tmp_path / "heads")
+
+    def planned(runner: Any) -> launch.LaunchPlan:
+        return plan_launch(model, heads, EngineConfig(runner=runner), 0, others_start=others_start)
+
+    with pytest.raises((UnsupportedVersionError, ConfigError)) as caught:
+        planned(runner)
+    assert "VLLM_USE_V2_MODEL_RUNNER=1" in str(caught.value.given)
+    advised = str(caught.value.do)
+    assert advised.startswith("Unset VLLM_USE_V2_MODEL_RUNNER")
+    assert "engine.runner=v2" not in advised, "V2 can't be had here"
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+    left = None if "leave engine.runner out" in advised else runner
+    assert planned(left).runner == "v1"
 
 
 def test_which_model_runner(

@@ -23,7 +23,7 @@ from ray.exceptions import ObjectStoreFullError, RayTaskError
 from safetensors.torch import save_file
 
 from heads.checkpoint import checksum, load_state, save_state
-from heads.errors import ConfigError, DataError, EngineError, SwapError
+from heads.errors import ConfigError, DataError, EngineError, NoRoomError, SwapError
 from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.config.run_config import build_config, load_config
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
@@ -391,7 +391,9 @@ def test_what_a_lost_engine_left_is_shared_without_a_seed_and_kept_together_with
         others = [call for index in (0, 2) for call in factory.of(index)[0].calls]
         seeds = [seed for index in (0, 2) for seed in factory.of(index)[0].seeds]
         if sampling.seed is None:
-            assert len(others) > 3 and max(map(len, others[-2:])) < len(first.calls[0])
+            lost = set(map(tuple, first.calls[0]))
+            shares = [lost & set(map(tuple, call)) for call in others]
+            assert set.union(*shares) == lost and max(map(len, shares)) < len(lost)
         else:
             assert sorted(others).count(first.calls[0]) == 1 and first.seeds[0] in seeds
             assert len(others) == 3
@@ -470,6 +472,84 @@ def test_an_engine_that_missed_a_swap_gets_it_before_its_next_piece(
     pool.generate(PROMPTS, SAMPLING)
     assert late.heads_version == 2 and all(versions[0] == 2 for versions in late.versions_at_call)
     assert len(set(pool.checksums().values()) - {""}) == 1
+
+
+def refuse_always(engine: EchoEngine, error: SwapError, heads_left: int | None = None) -> None:
+    """Refuse what is sent. `heads_left`: the version of the heads that it then has; None: as
+    before.
+    """
+
+    def refuse(what: str, path: Any, version: int) -> SwapReceipt:
+        engine.heads_version = engine.heads_version if heads_left is None else heads_left
+        raise error
+
+    engine._take = refuse  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize(
+    ("error", "heads_left"),
+    [
+        (SwapError("It keeps its own."), None),
+        (NoRoomError("No room."), None),
+        (NoRoomError("No."), -1),
+    ],
+    ids=["has older ones", "no room", "no room, none left"],
+)
+def test_an_engine_that_takes_no_newer_heads_goes_on_without(
+    make_pool: Any,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    error: SwapError,
+    heads_left: int | None,
+) -> None:
+    """Drafts are verified whatever made them, and a start takes minutes."""
+    pool, factory = make_pool(0.0, 0.0)
+    pool.swap_heads(state_file(tmp_path, 1.0), 1)
+    full = factory.of(0)[0]
+    take = full._take
+    refuse_always(full, error, heads_left)
+    pool.swap_heads(state_file(tmp_path, 2.0), 2)
+    for calls in (1, 2):
+        assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
+        assert len(full.calls) == len(factory.of(1)[0].calls) == calls
+    assert pool.restarts == 0 and len(factory.started) == 2
+    assert {versions[0] for versions in full.versions_at_call} == {heads_left or 1}
+    assert len([line for line in caplog.messages if "did not accept" in line]) == 1
+    full._take = take  # type: ignore[method-assign]
+    pool.generate(PROMPTS, SAMPLING)
+    assert full.heads_version == 2 and full.sums == factory.of(1)[0].sums
+
+
+def test_an_engine_that_drafts_nothing_after_a_refusal_is_started_again(
+    make_pool: Any, tmp_path: Path
+) -> None:
+    """Its heads are damaged, which a start repairs."""
+    pool, factory = make_pool(0.0, 0.0)
+    refuse_always(factory.of(0)[0], SwapError("It drafts nothing now."), -1)
+    pool.swap_heads(state_file(tmp_path, 1.0), 1)
+    pool.generate(PROMPTS, SAMPLING)
+    start = pool._seats[0].starting
+    if start is not None:
+        wait([start])
+    assert pool.restarts == 1 and factory.of(0)[0].closed
+    assert all(pool.generate(PROMPTS, SAMPLING).responses) and factory.of(0)[1].heads_version == 1
+
+
+def test_an_engine_without_room_for_the_actor_waits_for_the_next_one(
+    make_pool: Any, tmp_path: Path
+) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    full = factory.of(0)[0]
+    take = full._take
+    refuse_always(full, NoRoomError("No room."))
+    pool.sync_actor(state_file(tmp_path, 1.0), 1)
+    for _ in range(2):
+        assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
+    assert not full.calls and pool.restarts == 0 and len(factory.started) == 2
+    full._take = take  # type: ignore[method-assign]
+    pool.sync_actor(state_file(tmp_path, 2.0), 2)
+    pool.generate(PROMPTS, SAMPLING)
+    assert full.versions_at_call == [(0, 2, 4)]
 
 
 def test_a_version_that_nobody_takes_is_an_error_and_forgotten(
@@ -598,6 +678,21 @@ def test_the_last_engine_is_waited_for_and_then_given_up(make_pool: Any) -> None
     assert pool.restarts == 1 + MAX_RESTARTS, (
         "one before the answer, and then as many as may follow each other"
     )
+
+
+def test_a_warning_says_that_one_of_several_engines_is_given_up(
+    make_pool: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool, factory = make_pool(0.0, 0.0)
+    factory.fails = {1}
+    factory.of(1)[0].dies_at_call = 1
+    pool.generate(PROMPTS, SAMPLING)
+    while (start := pool._seats[1].starting) is not None:
+        wait([start])
+        pool.generate(PROMPTS, SAMPLING)
+    pool.generate(PROMPTS, SAMPLING)
+    assert pool.restarts == MAX_RESTARTS
+    assert len([line for line in caplog.messages if "Engine 1 is given up" in line]) == 1
 
 
 def test_restarts_are_counted_between_answers(make_pool: Any) -> None:
@@ -796,7 +891,9 @@ def test_make_engine_knows_servers_that_it_does_not_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(ray_engine, "ServerEngine", lambda *_, **__: EchoEngine(0))
-    for backend, expected in (("http://a:1", ray_engine.START_TIMEOUT_S), ("server", 0.0)):
+    # A 70B's weights.
+    monkeypatch.setattr(ray_engine, "reading_s", lambda model: 2800.0)
+    for backend, expected in (("http://a:1", ray_engine.START_TIMEOUT_S + 2800), ("server", 0.0)):
         config = EngineConfig(backend=backend)
         with make_engine("model", None, config, supervised=True) as pool:
             assert isinstance(pool, EnginePool) and pool._back_within_s == expected
@@ -813,6 +910,7 @@ def test_an_engine_that_starts_later_draws_other_random_numbers(
         return EchoEngine(len(seeds))
 
     monkeypatch.setattr(ray_engine, "ServerEngine", start)
+    monkeypatch.setattr(ray_engine, "reading_s", lambda model: 0.0)
     config = EngineConfig(backend="http://a:1, http://b:2", replicas=2)
     with make_engine("model", None, config, 7) as pool:
         assert isinstance(pool, EnginePool)
@@ -969,6 +1067,7 @@ def test_an_engine_that_starts_learns_that_its_pool_is_closed(
         return EchoEngine(0)
 
     monkeypatch.setattr(ray_engine, "ServerEngine", start)
+    monkeypatch.setattr(ray_engine, "reading_s", lambda model: 0.0)
     pool = make_engine("model", None, EngineConfig(backend="http://a:1"), supervised=True)
     assert not given["closing"].is_set()
     pool.close()
@@ -1072,7 +1171,7 @@ def test_no_room_on_an_engines_node_refuses_new_heads_and_ends_no_engine(
 
         monkeypatch.setattr(ray_engine, "OwnedFolder", refuse)
     monkeypatch.setattr(EchoEngine, "swap_heads", on_a_full_node)
-    with pytest.raises(SwapError, match="No space left on device"):
+    with pytest.raises(NoRoomError, match="No space left on device"):
         pool.swap_heads(state_file(tmp_path, 1.0), 1)
     assert pool.restarts == 0 and len(factory.started) == 2
     assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
@@ -1175,7 +1274,7 @@ def test_a_full_store_refuses_a_file_and_ends_no_engine(
     monkeypatch.setattr(ray_engine.ray, "put", full)
     engine = RayEngine.__new__(RayEngine)
     engine.elsewhere = True
-    with pytest.raises(SwapError, match="The object store is full"):
+    with pytest.raises(NoRoomError, match="The object store is full"):
         engine.sync_actor(state_file(tmp_path, 1.0), 1)
 
 
@@ -1246,3 +1345,6 @@ def test_what_the_engines_chose_is_added_up() -> None:
         {"running": 1, "steps": [4, 4], "speedup": pytest.approx(1.3)},
         second[1],
     ]
+    unknown = [{"running": 1, "steps": [0, 40], "speedup": None}]
+    assert merge_choices([first, unknown]) == [{"running": 1, "steps": [1, 43], "speedup": 1.4}]
+    assert merge_choices([unknown, unknown])[0]["speedup"] is None

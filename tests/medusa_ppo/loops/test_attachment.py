@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from heads.checkpoint import save_heads
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import load_actor
-from medusa_ppo.config.run_config import build_config
+from medusa_ppo.companion.service import STATE_FILE
+from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.rollout_engine import NoEngine
@@ -19,6 +25,8 @@ from medusa_ppo.loops import attachment as attachment_module
 from medusa_ppo.loops.attachment import Attachment
 from medusa_ppo.loops.passes import Generated
 from medusa_ppo.plugin import MedusaPlugin, NoPlugin
+from medusa_ppo.plugin.medusa_plugin import initial_heads
+from medusa_ppo.reports.run_files import HEADS_FOLDER
 from medusa_ppo.reports.store import read_run
 
 
@@ -27,9 +35,12 @@ class OwnPlugin(NoPlugin):
 
     closed = False
     saved = False
+    begun_with: str | None = None
+    """The heads that it started with; None: new ones."""
 
     def save_heads(self, folder: str | Path) -> Path:
         self.saved = True
+        save_heads(folder, MedusaHeads(HeadsConfig(16, 40, 2)))
         return Path(folder)
 
     def close(self) -> None:
@@ -41,8 +52,9 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> list[OwnPlugin]:
     """Those that were started, instead of ones with a companion."""
     found: list[OwnPlugin] = []
 
-    def start(*args: Any, **more: Any) -> OwnPlugin:
+    def start(config: RunConfig, *args: Any, **more: Any) -> OwnPlugin:
         found.append(OwnPlugin())
+        found[-1].begun_with = config.heads.path
         return found[-1]
 
     monkeypatch.setattr(MedusaPlugin, "start", start)
@@ -50,8 +62,8 @@ def plugins(monkeypatch: pytest.MonkeyPatch) -> list[OwnPlugin]:
     return found
 
 
-def attached(folder: Path) -> Attachment:
-    attachment = Attachment(build_config({"heads": {"num_heads": 2}}))
+def attached(folder: Path, heads: Mapping[str, str] = MappingProxyType({})) -> Attachment:
+    attachment = Attachment(build_config({"heads": {"num_heads": 2, **heads}}))
     attachment.engine = NoEngine()
     attachment.folder = folder / "medusa"
     return attachment
@@ -86,8 +98,22 @@ def test_a_trl_training_that_fails_leaves_nothing_and_can_begin_again(
     assert meta["status"] == status
     assert meta.get("extras") == ({"error": "no reward"} if status == "failed" else None)
     trainer.train()
+    # The engine drafts with the first one's: new ones would take their place.
+    assert [plugin.begun_with for plugin in plugins] == [None, str(medusa.folder / HEADS_FOLDER)]
     assert [plugin.closed for plugin in plugins] == [True, True] and hooks_of(model) == 0
     assert read_run(medusa.folder).meta["status"] == "finished"
+
+
+@pytest.mark.parametrize(("heads", "reads"), [({"kind": "medusa"}, False), ({}, True)])
+def test_all_processes_gather_the_same_tables_after_a_failure(
+    heads: dict[str, str], reads: bool, plugins: list[OwnPlugin], chain_actor: Path, tmp_path: Path
+) -> None:
+    """Only the first one has a path to go on from then, and gathering is done by all together."""
+    model, medusa = load_actor(str(chain_actor)), attached(tmp_path, heads)
+    medusa.begin(model)
+    medusa._fail(RuntimeError("no reward"))
+    assert medusa.config.heads.path
+    assert ("input" in medusa._view(model)._bits) == reads
 
 
 def test_a_training_that_begins_again_by_itself_has_one_companion(
@@ -126,6 +152,61 @@ def test_every_generation_before_an_update_has_a_line(
     medusa.end()
     steps = read_run(medusa.folder).steps
     assert [step[names.RESPONSE_LENGTH] for step in steps] == [2, 3, 5, 7]
+
+
+@pytest.mark.parametrize("trained", [None, False, True])
+def test_heads_that_begin_untrained_without_a_warm_up_say_so(
+    trained: bool | None,
+    plugins: list[OwnPlugin],
+    chain_actor: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """docs/limits.md said that the log does. `trained`: of a folder; None: there is none."""
+    medusa, actor = attached(tmp_path), load_actor(str(chain_actor))
+    asked: dict[str, Any] = {"warm_up_tokens": 20_000}
+    if trained is not None:
+        heads = initial_heads(medusa.config, actor)
+        if trained:
+            next(iter(heads.blocks)).data.normal_()
+        save_heads(tmp_path / "start", heads)
+        asked = {"path": str(tmp_path / "start")}
+    medusa.config = build_config({"heads": asked})
+    medusa.begin(actor)
+    medusa.end()
+    events = read_run(medusa.folder).meta["events"]
+    told = [text for text in caplog.messages if "begin untrained" in text]
+    assert len(told) == (not trained) == len(events)
+    assert all("name them in heads.path" in text for text in told)
+    idle = ["heads.warm_up_tokens without effect" in text for text in told]
+    assert idle == [trained is None] * len(told)
+
+
+def test_heads_that_go_on_do_not_say_that_they_are_untrained(
+    plugins: list[OwnPlugin],
+    chain_actor: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    medusa = attached(tmp_path)
+    state = medusa.folder / "companion" / STATE_FILE
+    state.parent.mkdir(parents=True)
+    state.write_bytes(b"a state")
+    medusa.begin(load_actor(str(chain_actor)), 7)
+    medusa.end()
+    assert "begin untrained" not in caplog.text
+
+
+def test_arguments_for_a_server_that_runs_already_are_not_lost_unsaid(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(attachment_module, "ServerEngine", lambda *_: NoEngine())
+    config = build_config({"heads": {"path": "heads"}, "engine": {"extra": {"max_logprobs": 3}}})
+    Attachment(config).attach_server(
+        SimpleNamespace(name_or_path="actor"), lambda: "http://127.0.0.1:1"
+    )
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "engine.extra" in told and "medusa-ppo serve" in told
 
 
 def trainer_of(

@@ -52,6 +52,17 @@ def test_the_example_calls_each_hook_once():
         assert text.count(f"plugin.{hook}") == 1
 
 
+def test_the_example_keeps_its_first_heads_apart_from_the_companions_versions():
+    """Who copies it into a lasting folder starts it there again."""
+    text = EXAMPLE.read_text(encoding="utf-8")
+    assert 'Path(folder) / "heads-start"' in text and '"heads")' not in text
+
+
+def test_the_example_can_be_read_without_its_hooks():
+    """By the slow test below: each line of the plugin has to be one line."""
+    compile(without_hooks(EXAMPLE.read_text(encoding="utf-8")), str(EXAMPLE), "exec")
+
+
 def without_hooks(text: str) -> str:
     """The example as its author would have written it without us: every line of the plugin is
     gone, the engine has no heads.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +16,11 @@ import pytest
 import torch
 
 from heads.checkpoint import load_heads
-from heads.errors import ConfigError, RunError
+from heads.errors import ConfigError, EngineError, RunError, SavedStateError
 from heads.tensorfile import checksum, load_state
 from medusa_ppo.actors.hf import load_actor
-from medusa_ppo.config import run_config
-from medusa_ppo.config.run_config import build_config
+from medusa_ppo.companion.service import STATE_FILE
+from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import Checked, SwapReceipt
@@ -121,7 +122,7 @@ def test_a_loop_that_was_changed_as_the_page_says_runs(
     script = "\n".join(line[1:] for line in shown[1].splitlines() if not line.startswith("-"))
     # An engine for these actors, and a companion that has trained on step 0 when step 1 begins.
     here = {"engine": ENGINE, "companion": {"wait": True, "batch_positions": 256}}
-    monkeypatch.setattr(run_config, "build_config", lambda values: build_config(values | here))
+    monkeypatch.setattr(attachment, "build_config", lambda values: build_config(values | here))
     actor = load_actor(chain_actor)
     optimizer = torch.optim.AdamW(actor.parameters(), lr=1e-4)
     trained_s: list[float] = []
@@ -167,6 +168,14 @@ def test_heads_are_fed_while_the_loop_runs(
     saved, metadata = load_heads(tmp_path / "run" / "heads-final")
     assert saved.config.num_heads == 2 and metadata.version >= 1
     assert not engine._actor._forward_hooks and not engine._actor._forward_pre_hooks
+
+    # Started again, as after a kill: what was learned is there, and drafts from its first step on.
+    with DraftingEngine(
+        config, load_actor(chain_actor), chain_actor, tmp_path / "run", step=5
+    ) as again:
+        (first,) = loop(again, again._actor, 1)
+    assert first[names.HEADS_VERSION] >= metadata.version
+    assert first[names.MAL_SERVING] > figures[0][names.MAL_SERVING] + 0.2
 
 
 @pytest.mark.slow
@@ -296,20 +305,55 @@ def test_the_loops_own_gpu_is_nobody_elses(
     assert asked == [offered]
 
 
+class Answering:
+    """An engine that answers with one token."""
+
+    max_drafts = num_drafts = heads_version = policy_version = 0
+    note = ""
+
+    def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
+        responses = tuple(Response(n, (5,), (-1.0,), "stop") for n in range(len(prompts)))
+        return Rollouts(tuple(map(tuple, prompts)), responses, Counters(), 1.0, sampling)
+
+    def __getattr__(self, name: str) -> Any:
+        """What else a pool asks an engine."""
+        return lambda *given, **more: None
+
+    def __enter__(self) -> Answering:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+
+class Dying(Answering):
+    """The first one of them dies in its first call."""
+
+    started = 0
+
+    def __init__(self, *given: Any, **more: Any) -> None:
+        Dying.started += 1
+        self._dies = Dying.started == 1
+
+    def generate(self, prompts: Any, sampling: Sampling) -> Rollouts:
+        if self._dies:
+            raise EngineError("The engine's process, generating, ended.", given="SIGKILL")
+        return super().generate(prompts, sampling)
+
+
 def test_the_engine_of_a_resumed_loop_draws_other_random_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests without a seed draw from the engine's."""
     seeds: list[int] = []
     monkeypatch.setattr(attachment, "local_ray", lambda **_: contextlib.nullcontext())
-    monkeypatch.setattr(
-        ray_engine, "ServerEngine", lambda model, heads, config, seed, **_: seeds.append(seed)
-    )
-    monkeypatch.setattr(
-        attachment,
-        "make_engine",
-        lambda *given, **more: contextlib.nullcontext(ray_engine.make_engine(*given, **more)),
-    )
+
+    def serve(model: Any, heads: Any, config: Any, seed: int, **more: Any) -> Answering:
+        seeds.append(seed)
+        return Answering()
+
+    monkeypatch.setattr(ray_engine, "ServerEngine", serve)
+    monkeypatch.setattr(ray_engine, "reading_s", lambda model: 0.0)
     config = build_config(
         {
             "seed": 7,
@@ -320,6 +364,161 @@ def test_the_engine_of_a_resumed_loop_draws_other_random_numbers(
     for step in (0, 20):
         DraftingEngine(config, torch.nn.Module(), "actor", tmp_path, step=step).close()
     assert seeds[0] == 7 and seeds[1] != 7
+
+
+class Started:
+    """Stands in for Ray, the engine and the plugin of a `DraftingEngine`.
+
+    Attributes:
+        heads: the folder with which each engine was started.
+        given: further arguments of each engine.
+        resumed: what each companion was to go on from.
+        refuses: a companion's state is not what these settings need.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.heads: list[Path] = []
+        self.given: list[dict[str, Any]] = []
+        self.resumed: list[str] = []
+        self.refuses = False
+        monkeypatch.setattr(attachment, "local_ray", lambda **_: contextlib.nullcontext())
+        monkeypatch.setattr(attachment, "make_engine", self.make_engine)
+        monkeypatch.setattr(MedusaPlugin, "start", self.start)
+
+    def make_engine(self, model: Any, heads: Path, *given: Any, **more: Any) -> Any:
+        assert load_heads(heads)[0].untrained
+        self.heads.append(heads)
+        self.given.append(more)
+        return contextlib.nullcontext()
+
+    def start(self, *given: Any, resume_from: str | Path = "") -> NoPlugin:
+        self.resumed.append(str(resume_from))
+        if resume_from and self.refuses:
+            raise SavedStateError("Another shape.", given="2", expected="3", do="Begin anew.")
+        return NoPlugin()
+
+
+def earlier_loop(folder: Path, actor: Any) -> RunConfig:
+    """What a loop that was killed has left in its folder, and the settings that it had."""
+    config = build_config({"heads": {"num_heads": 2}})
+    # Up to 0.3.0 the engine's first heads were in the folder of the versions.
+    MedusaPlugin.prepare_heads(config, actor, folder / "heads")
+    MedusaPlugin.prepare_heads(config, actor, folder / "heads" / "v000007")
+    (folder / "companion").mkdir()
+    (folder / "companion" / STATE_FILE).write_bytes(b"a state")
+    return config
+
+
+def test_a_loop_that_goes_on_keeps_what_its_heads_have_learned(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its start replaced the folder of the versions, and its companion removed the state."""
+    started = Started(monkeypatch)
+    actor = load_actor(chain_actor)
+    config = earlier_loop(tmp_path, actor)
+    state = tmp_path / "companion" / STATE_FILE
+    with DraftingEngine(config, actor, chain_actor, tmp_path, step=20) as engine:
+        assert started.resumed == [str(state.parent)] and state.read_bytes() == b"a state"
+        assert load_heads(tmp_path / "heads" / "v000007")[0].config.num_heads == 2
+        # A killed engine reads its first heads again.
+        assert tmp_path not in started.heads[0].parents and started.heads[0].is_dir()
+        assert "of an earlier loop" in engine.warm_up([[1], [2]], Sampling()).problem
+    assert not started.heads[0].exists()
+
+    # Nobody else reads these, so they can be the new loop's first.
+    version = tmp_path / "heads" / "v000007"
+    config = build_config({"heads": {"path": str(version)}})
+    with DraftingEngine(config, actor, chain_actor, tmp_path, step=20):
+        assert load_heads(version)[0].config.num_heads == 2
+
+    started.refuses = True
+    with DraftingEngine(config, actor, chain_actor, tmp_path, step=20) as engine:
+        assert started.resumed[-2:] == [str(state.parent), ""]
+        assert state.with_name(f"{STATE_FILE}.unused-1").read_bytes() == b"a state"
+        assert "of an earlier loop" not in engine.warm_up([[1], [2]], Sampling()).problem
+
+
+def test_a_loop_that_begins_anew_in_a_folder_says_so_and_keeps_the_state(
+    chain_actor: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """`step` may have been forgotten; a companion that begins anew removes what it finds."""
+    started = Started(monkeypatch)
+    actor = load_actor(chain_actor)
+    config = earlier_loop(tmp_path, actor)
+    kept = tmp_path / "companion" / f"{STATE_FILE}.earlier"
+    with DraftingEngine(config, actor, chain_actor, tmp_path):
+        assert started.resumed == [""] and kept.read_bytes() == b"a state"
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert "step=" in told and str(kept) in told
+    caplog.clear()
+    with DraftingEngine(config, actor, chain_actor, tmp_path):
+        assert kept.read_bytes() == b"a state" and not caplog.records
+
+
+def test_an_engine_that_dies_is_started_again_for_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/faults.md says of a loop of one's own."""
+    monkeypatch.setattr(attachment, "local_ray", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(ray_engine, "ServerEngine", Dying)
+    monkeypatch.setattr(ray_engine, "reading_s", lambda model: 0.0)
+    monkeypatch.setattr(Dying, "started", 0)
+    config = build_config(
+        {
+            "engine": {"backend": "http://127.0.0.1:1", "num_drafts": 0},
+            "companion": {"enabled": False},
+        }
+    )
+    with DraftingEngine(config, torch.nn.Module(), "actor", tmp_path) as engine:
+        rollouts = engine.generate([[1], [2]], Sampling())
+    assert len(rollouts.responses) == 2 and Dying.started == 2
+
+
+@pytest.mark.parametrize("form", ["mapping", "file"])
+def test_settings_are_given_as_a_trainer_of_trl_takes_them(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def make(model: Any, heads: Any, engine: Any, seed: int, **more: Any) -> Answering:
+        given.append((heads, engine.max_num_seqs, seed))
+        return Answering()
+
+    monkeypatch.setattr(attachment, "local_ray", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(attachment, "make_engine", make)
+    settings: Any = {
+        "seed": 5,
+        "engine": {"max_num_seqs": 256, "num_drafts": 0},
+        "companion": {"enabled": False},
+    }
+    if form == "file":
+        (tmp_path / "heads.yaml").write_text(json.dumps(settings))
+        settings = tmp_path / "heads.yaml"
+    DraftingEngine(settings, torch.nn.Module(), "actor", tmp_path / "run").close()
+    assert given == [(None, 256, 5)]
+
+
+def test_an_engine_that_nobody_made_as_wide_as_the_loop_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """512 responses in 16 rounds look like slow drafts."""
+    monkeypatch.setattr(attachment, "local_ray", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(attachment, "make_engine", lambda *_, **__: Answering())
+    off = {"companion": {"enabled": False}}
+    for section, warns in (({}, True), ({"max_num_seqs": 32}, False)):
+        caplog.clear()
+        settings = off | {"engine": {"num_drafts": 0} | section}
+        with DraftingEngine(settings, torch.nn.Module(), "actor", tmp_path) as engine:
+            engine.generate([[1]] * 32, Sampling())
+            assert not caplog.records
+            for _ in range(2):
+                engine.generate([[1]] * 64, Sampling(responses_per_prompt=8))
+        told = [record.getMessage() for record in caplog.records]
+        assert len(told) == warns
+        assert all("512 responses" in text and "engine.max_num_seqs" in text for text in told)
 
 
 def test_a_second_engine_in_the_same_folder_is_refused(tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ from medusa_ppo.plugin import medusa_plugin as plugin_module
 from medusa_ppo.reports.store import read_run
 from tests.medusa_ppo.conftest import RecordingCompanion
 
+ROOT = Path(__file__).resolve().parents[3]
 Work = Callable[[int], Any]
 # The processes come from a server without threads: a fork of pytest's own, where Ray and OpenMP
 # have run, may hang.
@@ -529,3 +530,9 @@ def test_one_process_needs_no_group_and_an_engine_for_one_is_refused_in_several(
     Ranks.refuse_several("DraftingEngine")
     found = together(lambda rank: Ranks.refuse_several("DraftingEngine"))
     assert all("is for a training of one process" in str(answer) for answer, _ in found.values())
+    # Each process is refused, so none is told to make one after all.
+    advised = {str(answer).rpartition("do this:")[2] for answer, _ in found.values()}
+    assert all("process" not in advice and "CompanionTap" in advice for advice in advised)
+    page = (ROOT / "docs" / "feeds.md").read_text(encoding="utf-8")
+    assert "docs/feeds.md#a-stand-alone-companion" in advised.pop()
+    assert "\n## A stand-alone companion\n" in page and "CompanionTap" in page

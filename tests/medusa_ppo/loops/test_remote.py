@@ -33,11 +33,12 @@ from medusa_ppo.actors.hf import HFActor, load_actor
 from medusa_ppo.companion.positions import ROW_BYTES
 from medusa_ppo.companion.service import STATE_FILE
 from medusa_ppo.companion.wire import WantedRows
+from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
 from medusa_ppo.loops import remote
-from medusa_ppo.loops.attachment import Attachment, start_or_resume
+from medusa_ppo.loops.attachment import COUNT, Attachment, start_or_resume
 from medusa_ppo.loops.passes import PassTap
 from medusa_ppo.loops.remote import (
     START,
@@ -336,6 +337,26 @@ def test_a_training_that_fails_is_recorded_as_failed_and_its_own_error_is_seen(
     assert plugin.closed, "no companion goes on"
 
 
+def test_heads_that_begin_untrained_say_so_and_those_that_go_on_do_not(
+    chain_actor: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(MedusaPlugin, "start_from_tables", lambda *args, **more: FullDisk())
+    config = build_config({"heads": {"num_heads": 2}})
+    loop = RemoteAttachment(config, str(chain_actor), tmp_path)
+    loop.attach(RemoteWorkers(), Counters)
+    loop.start()
+    assert "begin untrained" in caplog.text
+    caplog.clear()
+    state = tmp_path / "companion" / STATE_FILE
+    state.parent.mkdir()
+    state.write_bytes(b"a state")
+    loop.start(7)
+    assert "begin untrained" not in caplog.text
+
+
 class RestingPlugin:
     """Wants states of every second batch: 1,000."""
 
@@ -515,6 +536,61 @@ def test_a_server_does_not_replace_a_folder_of_something_else(
     with pytest.raises(CheckpointError, match="holds no heads"):
         serve(str(chain_actor), str(precious.parent), build_config({}), "127.0.0.1", [])
     assert precious.read_text() == "a year of work"
+
+
+def test_a_server_gets_the_further_arguments_of_its_file(
+    chain_actor: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """They were lost, though every other engine of a loop gets them."""
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execvpe", lambda _, arguments, __: started.append(arguments))
+    extra = {"max_logprobs": 3, "compilation_config": {"cudagraph_capture_sizes": [5, 10]}}
+    config = build_config({"engine": {"extra": extra, "num_drafts": 2, "max_num_seqs": 16}})
+    serve(str(chain_actor), str(tmp_path / "heads"), config, "127.0.0.1", ["--max-logprobs", "-1"])
+    (flags,) = started
+    assert flags[flags.index("--max-logprobs") + 1] == "3"
+    assert flags[-4:-2] == ["--max-logprobs", "-1"], "flags come after, so that vLLM follows them"
+    assert json.loads(flags[flags.index("--compilation-config") + 1]) == extra["compilation_config"]
+    assert "engine.max_num_seqs" in caplog.text and "engine.num_drafts" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("engine", "named"),
+    [
+        ({"max_num_seqs": 256, "dtype": "bfloat16"}, ["engine.dtype", "engine.max_num_seqs"]),
+        ({"extra": {"max_num_seqs": 256}, "num_drafts": 2, "transfer": "file"}, []),
+        (
+            {
+                "draft_temperature": 0.5,
+                "draft_vocab": 0,
+                "memory_bytes": 1 << 20,
+                "num_drafts": 2,
+                "runner": "v1",
+                "stop_below": 0.05,
+            },
+            [],
+        ),
+    ],
+)
+def test_settings_that_a_loop_s_own_engine_does_not_read_are_named(
+    engine: dict[str, Any], named: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """They were checked and then ignored."""
+    attachment = Attachment(build_config({"engine": engine}))
+    assert attachment.config.engine.model_fields_set == engine.keys()
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == bool(named)
+    assert all(", ".join(named) in text and "engine.extra" in text for text in told)
+
+
+def test_every_setting_of_engine_counts_in_other_loops_or_is_named() -> None:
+    """Whoever adds one decides which."""
+    own = {"backend", "replicas", "resource", "dtype", "max_num_seqs", "max_model_len"}
+    own |= {"memory_fraction", "enforce_eager", "sleep_level", "threads"}
+    assert not own & COUNT and own | COUNT == set(EngineConfig.model_fields)
 
 
 def test_a_server_is_started_with_heads_that_are_made_once(

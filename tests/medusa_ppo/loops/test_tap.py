@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -783,7 +784,7 @@ def test_a_companion_by_itself_goes_on_from_what_its_feed_has(
 
 @torch.no_grad()
 def test_a_second_start_goes_on_from_what_the_feed_has_by_then(
-    chain_actor: Path, tmp_path: Path
+    chain_actor: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The first one wrote the feed's version into the folder of heads, where it counted as trained:
     the second began with it, and its first better version replaced the newest in all engines.
@@ -806,6 +807,10 @@ def test_a_second_start_goes_on_from_what_the_feed_has_by_then(
         arguments, _ = served_companion._arguments(*given)
         return checksum(unpack(arguments.initial_state))
 
+    begins_with()
+    assert "begin untrained" in caplog.text
+    shutil.rmtree(tmp_path / "heads")
+    caplog.clear()
     assert fed(40) == begins_with()
     kept, _ = load_heads(tmp_path / "heads")
     assert not kept.untrained, "engines that are not fed start with these"
@@ -813,6 +818,7 @@ def test_a_second_start_goes_on_from_what_the_feed_has_by_then(
     # Heads that somebody trained stay its own.
     save_heads(tmp_path / "heads", kept, lm_head_VD=lm_head_VD, metadata={"start": "zero"})
     assert begins_with() == checksum(kept.trainable_state())
+    assert "begin untrained" not in caplog.text
 
 
 @pytest.mark.slow

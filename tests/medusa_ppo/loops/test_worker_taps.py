@@ -18,6 +18,7 @@ import torch
 from ray.runtime_env.runtime_env import RuntimeEnv, _merge_runtime_env
 
 from heads.errors import ConfigError
+from heads.vocabulary import truncate_logits
 from medusa_ppo.actors.hf import load_actor
 from medusa_ppo.companion.companion_link import COMPANION_TOKEN, HttpLink
 from medusa_ppo.companion.parts_wire import PartHeader, Wish
@@ -115,13 +116,31 @@ class SkyRLWorker:
         return 1.0
 
 
+def sampled_logprobs(batch: RolloutBatch, lm_head_VD: torch.Tensor) -> torch.Tensor:
+    """Of the batch's tokens, from its own states, with its cut."""
+    logits_MV = batch.hidden_MD.float() @ lm_head_VD.T
+    own_M1 = batch.response_ids_M[:, None]
+    chosen_M1 = logits_MV.gather(1, own_M1)
+    cut_MV = truncate_logits(logits_MV / batch.temperature, batch.top_k, batch.top_p)
+    return cut_MV.scatter(1, own_M1, chosen_M1).log_softmax(-1).gather(1, own_M1)[:, 0]
+
+
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, -1), (0.9, 5)])
 def test_skyrls_update_is_tapped(
-    seen: list[RolloutBatch], chain_actor: Path, monkeypatch: pytest.MonkeyPatch
+    seen: list[RolloutBatch],
+    chain_actor: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    top_p: float,
+    top_k: int,
 ) -> None:
+    """With the log-probs of its own pass, unless it samples from some tokens only: its pass knows
+    nothing of that.
+    """
     # Only the driver has the token; its class brings it.
     secrets = own_secrets()
     monkeypatch.delenv(COMPANION_TOKEN)
-    worker = skyrl.tapped(SkyRLWorker, secrets, top_p=0.9, top_k=20)(load_actor(chain_actor))
+    worker = skyrl.tapped(SkyRLWorker, secrets, top_p=top_p, top_k=top_k)(load_actor(chain_actor))
+    lm_head_VD = worker.model.model.lm_head.weight.detach().float().clone()
     headers: list[PartHeader] = []
     put = HttpLink.put
 
@@ -143,10 +162,41 @@ def test_skyrls_update_is_tapped(
         assert worker._medusa_tap.drain(30) and not worker._medusa_tap.problem
     assert [batch.response_ids_M.tolist() for batch in seen] == [[*RESPONSE, 4, 9]] * 2
     sampled = [(header.temperature, header.top_p, header.top_k) for header in headers]
-    assert sampled == [(1.0, 0.9, 20)] * 2
+    assert sampled == [(1.0, top_p, max(top_k, 0))] * 2
     assert [batch.policy_version for batch in seen] == [0, 1]
-    assert seen[0].logprobs_M.tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5])
+    expected = torch.tensor([-0.1, -0.2, -0.3, -0.4, -0.5])
+    if top_p < 1:
+        expected = sampled_logprobs(seen[0], lm_head_VD)
+    torch.testing.assert_close(seen[0].logprobs_M, expected)
     worker._medusa_tap.close()
+
+
+def test_a_cut_is_known_to_a_companion_that_drafts_from_some_tokens(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Log-probs after top-p follow from all of lm_head: rows of it alone would be dropped."""
+    monkeypatch.setenv(COMPANION_TOKEN, "a secret of this test")
+    whole = torch.tensor([[*PROMPT, *RESPONSE, 4, 9, 1]])
+    ones = torch.ones(1, 6)
+    data = {"sequences": whole, "attention_mask": torch.ones_like(whole)}
+    data |= {"response_mask": ones, "loss_mask": ones, "action_log_probs": -ones}
+    with served_desk(chain_actor, tmp_path, draft_vocab=4) as served:
+        monkeypatch.setenv(COMPANION, served.address)
+        worker = skyrl.tapped(SkyRLWorker, top_p=0.9)(load_actor(chain_actor))
+        for _ in range(3):
+            before_VD = worker.model.model.lm_head.weight.detach().float().clone()
+            worker.forward_backward(data)
+            worker.optim_step()
+            tap = worker._medusa_tap
+            assert tap.drain(30) and served.desk.drain(30) and not tap.problem
+            batch = served.seen[-1]
+            torch.testing.assert_close(batch.logprobs_M, sampled_logprobs(batch, before_VD))
+            with tap([], []):  # Asks what is wanted, now that this batch is counted.
+                pass
+            assert tap.drain(30)
+        tap.close()
+        assert served.desk._service._cycle.draft_ids is not None
+        assert len(served.seen) == served.desk.status().batches_trained == 3
 
 
 class Batch(dict[str, torch.Tensor]):
@@ -159,6 +209,8 @@ class Batch(dict[str, torch.Tensor]):
 
 class NotedTap:
     """In the place of CompanionTap, to which a busy companion would say that it wants no rows."""
+
+    cuts = False
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -220,8 +272,13 @@ class NemoWorker:
         return "metrics"
 
 
-def test_nemo_rls_update_is_tapped(seen: list[RolloutBatch], chain_actor: Path) -> None:
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.9}, {"top_k": 5}])
+def test_nemo_rls_update_is_tapped(
+    seen: list[RolloutBatch], chain_actor: Path, cut: dict[str, Any]
+) -> None:
     worker = type("Tapped", (nemo_rl.TappedWorker, NemoWorker), {})(load_actor(chain_actor))
+    worker.cfg["generation"] |= cut
+    lm_head_VD = worker.model.lm_head.weight.detach().float()
     data = {
         "input_ids": torch.tensor(
             [[*PROMPT, *RESPONSE, 0], [7, 8, 4, 9, 0, 0], [7, 8, 4, 9, 0, 0]]
@@ -235,7 +292,10 @@ def test_nemo_rls_update_is_tapped(seen: list[RolloutBatch], chain_actor: Path) 
     assert worker.train(data, None, gbs=3) == "metrics"
     assert worker._medusa_tap.drain(30) and not worker._medusa_tap.problem
     assert [batch.response_ids_M.tolist() for batch in seen] == [[*RESPONSE, 4, 9]]
-    assert seen[0].logprobs_M.tolist() == [-2.0, -3.0, -4.0, -8.0, -9.0]
+    expected = torch.tensor([-2.0, -3.0, -4.0, -8.0, -9.0])
+    if cut:
+        expected = sampled_logprobs(seen[0], lm_head_VD)
+    torch.testing.assert_close(seen[0].logprobs_M, expected)
     worker._medusa_tap.close()
 
 

@@ -18,7 +18,7 @@ from heads.checkpoint import load_heads, load_lm_head, save_heads
 from heads.errors import CheckpointError, ConfigError, MedusaError, ModelError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
-from medusa_ppo.offline.convert import convert
+from medusa_ppo.offline.convert import convert, open_base_model
 from medusa_ppo.offline.formats import FORMATS, PlainHeads, representable_formats
 
 D, V, K = 16, 40, 3
@@ -626,6 +626,14 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path, base: Path) -> None:
         with pytest.raises(MedusaError):
             convert(source, tmp_path / "x", to, model)
     assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_the_tied_table_of_a_family_that_ties_by_default_is_found(tmp_path: Path) -> None:
+    """Files of Gemma, as on the hub, hold no lm_head and don't say that it is the embedding."""
+    save_file({"model.embed_tokens.weight": base_lm_head()}, tmp_path / "model.safetensors")
+    config = {"model_type": "gemma3_text", "hidden_size": D, "vocab_size": V}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert torch.equal(open_base_model(str(tmp_path)).lm_head_VD, base_lm_head())
 
 
 def test_a_model_that_can_not_be_used_is_named(tmp_path: Path, base: Path) -> None:

@@ -793,6 +793,20 @@ def test_heads_of_another_actor_are_refused(tmp_path: Path) -> None:
         )
 
 
+def test_first_heads_do_not_replace_a_companions_versions(tmp_path: Path) -> None:
+    """A folder of heads is replaced whole, and a loop that was started again lost them all."""
+    actor = tiny_actor()
+    versions = tmp_path / "heads"
+    MedusaPlugin.prepare_heads(config_of(), actor, versions)
+    for number in (6, 7):
+        MedusaPlugin.prepare_heads(config_of(), actor, versions / f"v{number:06d}")
+    with pytest.raises(CheckpointError, match="versions") as refused:
+        MedusaPlugin.prepare_heads(config_of(), actor, versions)
+    assert refused.value.given == versions / "v000007" and "resume_from" in refused.value.do
+    load_heads(versions / "v000007")
+    MedusaPlugin.prepare_heads(config_of(), actor, versions / "v000007")
+
+
 def test_ray_acceptance_rises_and_the_heads_are_saved(ray_session: None, tmp_path: Path) -> None:
     """Everything real but the engine: PPO-like steps on an actor whose text can be learned and that
     the zero start gets wrong.

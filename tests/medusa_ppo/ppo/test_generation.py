@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from heads.errors import DataError
+from medusa_ppo.cli.input_checks import check_run
 from medusa_ppo.config.data_section import DataConfig
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
@@ -112,6 +113,24 @@ def test_the_evaluation_has_other_prompts(file: Path):
     ]
     train, evaluation = ({prompt.text for prompt in stream.prompts} for stream in both)
     assert evaluation and not train & evaluation
+
+
+@pytest.mark.parametrize("key", ["path", "eval_path"])
+def test_a_run_does_not_evaluate_on_the_split_that_a_name_gives_both(key: str) -> None:
+    """The evaluation takes the name of data.path, too: its split would be the training prompts'."""
+    names = {"path": "owner/name", key: "owner/name@train_sft"}
+    config = build_config({"data": {**names, "eval_split": "test_sft"}})
+    with pytest.raises(DataError, match=r"data\.split=train_sft(.|\n)*data\.eval_split=train_sft"):
+        check_run(config)
+    with pytest.raises(DataError, match="without a split"):
+        PromptStream.load_evaluation(config.data, Letters())
+
+
+def test_a_path_may_hold_the_sign_of_a_split(file: Path) -> None:
+    other = file.rename(file.with_name("rows@2.jsonl"))
+    config = build_config({"data": {"path": str(other), "template": "{q}", "answer_column": None}})
+    check_run(config)
+    assert len(PromptStream.load(config.data, Letters(), seed=0).prompts) == 3
 
 
 def test_texts_are_cut_and_too_short_ones_left_out(tmp_path: Path):

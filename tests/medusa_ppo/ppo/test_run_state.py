@@ -308,6 +308,32 @@ def test_a_moved_folder_and_a_key_that_the_state_does_not_know_are_no_change(
     )
 
 
+def test_a_run_of_0_3_0_names_the_sizes_that_its_heads_had(tiny_actor, config: RunConfig):
+    """Its state lacks their keys, and a companion with today's defaults could not go on from it."""
+    folder = save_checkpoint(config.run_dir, learner(tiny_actor()), RunPosition(1, 1, 0.0), config)
+    state = json.loads((folder / "state.json").read_text())
+    sizes = {"feed_forward": 0, "cell": 2, "copy_parts": 0}
+    for key in sizes:
+        del state["config"]["heads"][key]
+
+    def position(**heads: object) -> RunPosition:
+        changed = build_config({"name": "run", "out": config.out, "heads": heads})
+        return read_position(config.run_dir, changed)
+
+    for kind, context, had_them in (
+        ("hydra", 16, True),
+        ("hydra", 0, False),
+        ("medusa", 16, False),
+    ):
+        state["config"]["heads"] |= {"kind": kind, "context": context}
+        (folder / "state.json").write_text(json.dumps(state))
+        assert position(kind=kind, context=context, **(sizes if had_them else {})).next_step == 1
+        if had_them:
+            with pytest.raises(ConfigError, match=r"heads\.cell was 2 and is 3") as error:
+                position(kind=kind, context=context)
+            assert all(f"--allow heads.{key}" in str(error.value.do) for key in sizes)
+
+
 def test_no_secret_is_saved(tiny_actor, config: RunConfig):
     engine = config.engine.model_copy(
         update={"backend": "http://me:s3cret@host:1", "extra": {"api_key": "s3cret"}}

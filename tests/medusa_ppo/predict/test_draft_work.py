@@ -13,12 +13,14 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from heads.heads_config import HeadsConfig
+from heads.heads_config import DRAFT_VOCABULARY, HeadsConfig
 from heads.modules import MedusaHeads
+from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.drafting.core import DraftingCore, DraftSampling
 from medusa_ppo.drafting.noise import DRAFT_STREAM, uniforms
 from medusa_ppo.drafting.products import plain_linear
 from medusa_ppo.drafting.slots import DraftSlots
+from medusa_ppo.engines.gpu_room import least_parts
 from medusa_ppo.predict.draft_work import HeadsDrafter, LayeredDrafter
 from medusa_ppo.runtime.hardware import ModelSizes
 
@@ -129,6 +131,16 @@ def test_drafting_takes_memory_for_heads_and_sums() -> None:
     assert drafter.parameters == parameters
     grown = drafter.kept_bytes(65) - drafter.kept_bytes(1)
     assert grown == pytest.approx(64 * (4 * 6 * V + 2 * 2 * 16 * D), rel=0.01)
+
+
+def test_drafting_takes_the_memory_that_an_engine_looks_for_at_its_start() -> None:
+    """Copied texts and the draft vocabulary's rows included."""
+    config = HeadsSection().sizes(4096, 128256)
+    assert config.copies
+    arguments = {"dtype": "bfloat16", "max_num_seqs": 1023, "max_model_len": 8192}
+    parts = least_parts({}, arguments, {}, config, DRAFT_VOCABULARY, sampled=True)
+    kept = HeadsDrafter(config, DRAFT_VOCABULARY).kept_bytes(1024)
+    assert kept == pytest.approx(sum(parts.values()), rel=1e-6)
 
 
 def test_a_drafter_of_layers_goes_pass_by_pass_or_all_at_once() -> None:

@@ -62,7 +62,7 @@ def test_it_answers_from_a_configuration_alone(model: Path, tmp_path: Path) -> N
     assert code == 0, said
     answer = json.loads(out.read_text())
     assert said.startswith(answer["sentence"])
-    assert "one H200, 64 responses of 800 tokens" in answer["sentence"]
+    assert "one H200 (vLLM's V2 runner), 64 responses of 800 tokens" in answer["sentence"]
     assert any("synthetic" in line for line in answer["check"])
     # An engine with heads that drafts nothing is no plain one, and the table says what it costs.
     assert re.search(r"pays from +K = 0 +K = 1 +K = 2 +K = 3\n", said)

@@ -11,14 +11,19 @@ import pytest
 
 from heads.errors import ConfigError, ModelError, UsageError
 from medusa_ppo.config.heads_section import HeadsSection
+from medusa_ppo.config.run_config import build_config
 from medusa_ppo.predict.answer_lines import answer_lines
+from medusa_ppo.predict.asking import Accepted, question_of
+from medusa_ppo.predict.draft_work import HeadsDrafter
 from medusa_ppo.predict.gpus import find_gpu
+from medusa_ppo.predict.predict_options import PredictOptions
 from medusa_ppo.predict.prediction import (
     LoopWork,
     Prediction,
     Question,
     predict_on_gpu,
     read_sizes,
+    sequences_that_fit,
 )
 from medusa_ppo.predict.rollout_model import ResponseLengths
 from medusa_ppo.predict.step_costs import StepCosts
@@ -70,7 +75,9 @@ def test_it_takes_less_than_five_seconds() -> None:
 def test_the_sentence_comes_first_and_says_what_was_found(answer: Prediction) -> None:
     lines = answer_lines(answer)
     assert lines[0] == answer.sentence
-    assert answer.sentence.startswith("With 8B on one H100, 128 responses of 1,000 tokens: ")
+    assert answer.sentence.startswith(
+        "With 8B on one H100 (vLLM's V2 runner), 128 responses of 1,000 tokens: "
+    )
     for said in (
         f"{answer.speedup.value:.2f}",
         f"{answer.pays_from:.2f}",
@@ -151,6 +158,46 @@ def test_memory_bounds_what_runs_at_once() -> None:
     found = ask(sequences=512, lengths=ResponseLengths.log_normal(1024, 4000, 0.0))
     assert found.slots < 200
     assert found.drafted_slots < found.slots
+
+
+def test_each_gpu_of_an_engine_holds_all_heads() -> None:
+    """What drafting keeps is not split, so two GPUs have less room for sequences beside it."""
+    lengths = ResponseLengths.log_normal(2048, 6000, 0.0)
+    two = question(sequences=1024, lengths=lengths, ranks=2)
+    kept = HeadsDrafter(two.heads, two.width).kept_bytes(two.sequences)
+    token = 2 * MODEL.cache_elements / 2
+    without, beside = (sequences_that_fit(two, H100, bytes_) for bytes_ in (0.0, kept))
+    assert without - beside == pytest.approx(kept / (token * (512 + 6000)), abs=1)
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "v1": {"runner": "v1"},
+    "sleeps": {"sleep_level": 1},
+    "broadcast": {"transfer": "broadcast"},
+    "eager": {"enforce_eager": True},
+    "somebody else's server": {"backend": "http://node:8000"},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_engines_on_v1_are_predicted_with_its_costs(name: str) -> None:
+    given = {"model": {"path": "x"}, "data": {"path": "x.jsonl"}}
+
+    def answer_of(section: dict[str, Any], **asked: Any) -> Prediction:
+        config = build_config({**given, "engine": {"max_num_seqs": 64, **section}})
+        options = PredictOptions(model="8B", length_mean=64, **asked)
+        return predict_on_gpu(
+            question_of(options, LLAMA, Accepted((0.6, 0.4, 0.25, 0.15)), config),
+            H100,
+            tables=False,
+        )
+
+    usual, v1 = answer_of({}), answer_of(RUNS[name])
+    assert "one H100 (vLLM's V2 runner)" in usual.sentence
+    assert "one H100 (vLLM's V1 runner)" in v1.sentence
+    assert v1.speedup.value < 0.95 * usual.speedup.value
+    assert answer_of({}, runner="v1").speedup == v1.speedup, "for engines that other loops start"
+    assert answer_of(RUNS[name], runner="v2").speedup == usual.speedup
 
 
 def test_json_holds_every_assumption(answer: Prediction) -> None:

@@ -62,3 +62,24 @@ def test_v1_waits_for_its_host_in_every_step() -> None:
             for count in (1, 16, 64)
         ]
         assert more[0] < more[1] < more[2]
+
+
+def test_every_rank_of_an_engine_computes_all_heads() -> None:
+    """Only the products that logits come from are shared (`rank_agreement.shared_product`)."""
+    model = ModelSizes(8192, 80, 64, 8, 128, 28672, 128256)
+    drafter = HeadsDrafter(HeadsSection().sizes(model.hidden, model.vocab), DRAFT_VOCABULARY)
+    times = RooflineTimes(find_gpu("h100"), StepCosts())
+    one, eight = (GpuSteps(model, drafter, times, ranks, "v1") for ranks in (1, 8))
+    for sequences in (1, 64):
+        heads_s = sum(times.product(*product) for product in drafter.own_products(sequences, 4))
+        assert eight.drafting(sequences, 4, CONTEXT) > heads_s > 0.5e-3
+        assert heads_s < one.drafting(sequences, 4, CONTEXT)
+
+
+def test_ranks_beyond_the_key_heads_hold_copies_of_them() -> None:
+    model = SHAPES["1.5B"]
+    assert model.cache_elements_of_rank(2) == model.cache_elements // 2
+    assert model.cache_elements_of_rank(4) == model.cache_elements // 2
+    times = RooflineTimes(find_gpu("h100"), StepCosts())
+    two, four = (times.attention(model, ranks, 32, 1, 4000) for ranks in (2, 4))
+    assert two == four > 0

@@ -30,7 +30,12 @@ SHARES = [0.6, 0.4, 0.41, 0.2]
 def on_a_gpu(make_run: Callable[..., Path], tmp_path: Path) -> Callable[..., Run]:
     """A made-up run of an 8B actor on such GPUs whose rollouts gained so much."""
 
-    def make(gpus: Any = ("NVIDIA H100 80GB HBM3",), speedup: float = 1.0) -> Run:
+    def make(
+        gpus: Any = ("NVIDIA H100 80GB HBM3",),
+        speedup: float = 1.0,
+        engine: dict[str, Any] | None = None,
+        vllm: str = "0.32.0",
+    ) -> Run:
         actor = tmp_path / "actor"
         actor.mkdir(exist_ok=True)
         (actor / "config.json").write_text(json.dumps(LLAMA))
@@ -39,6 +44,8 @@ def on_a_gpu(make_run: Callable[..., Path], tmp_path: Path) -> Callable[..., Run
         )
         meta = json.loads((folder / "run.json").read_text())
         meta["hardware"]["gpus"] = gpus
+        meta["config"].setdefault("engine", {}).update(engine or {})
+        meta["versions"]["vllm"] = vllm
         (folder / "run.json").write_text(json.dumps(meta))
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         for line in lines:
@@ -59,7 +66,7 @@ def test_a_run_on_a_known_gpu_is_predicted_from_what_it_had(
 ) -> None:
     found = expected_speed(on_a_gpu(), SHARES)
     assert found is not None
-    assert found.machine == "one H100"
+    assert found.machine == "one H100 (vLLM's V2 runner)"
     # Measured shares wander; a prediction asks for falling ones.
     assert found.question.acceptance == (0.6, 0.4, 0.4, 0.2)
     assert 50 < found.question.lengths.mean < 60
@@ -72,6 +79,30 @@ def test_rollouts_below_the_prediction_are_said(on_a_gpu: Callable[..., Run]) ->
     low = expected.speedup.low
     assert "slower_than_predicted" in codes(on_a_gpu(speedup=0.9 * low))
     assert "slower_than_predicted" not in codes(on_a_gpu(speedup=1.05 * low))
+
+
+def test_a_run_on_v1_is_held_against_the_costs_of_v1(on_a_gpu: Callable[..., Run]) -> None:
+    v1 = expected_speed(on_a_gpu(engine={"sleep_level": 1}), SHARES)
+    v2 = expected_speed(on_a_gpu(), SHARES)
+    assert v1 is not None and v2 is not None and v1.speedup.value < v2.speedup.value
+    between = (v1.speedup.low + v2.speedup.low) / 2
+    assert "slower_than_predicted" in codes(on_a_gpu(speedup=between))
+    run = on_a_gpu(speedup=between, engine={"runner": "v1"})
+    assert "slower_than_predicted" not in codes(run)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"engine": {"stop_below": 0.1, "num_drafts": 4, "draft_temperature": 1.0}},
+        {"engine": {"extra": {"async_scheduling": False}}},
+        {"engine": {"runner": "v2"}, "vllm": "0.29.0"},
+    ],
+)
+def test_engines_on_v2_that_do_not_schedule_ahead_are_not_predicted(
+    on_a_gpu: Callable[..., Run], given: dict[str, Any]
+) -> None:
+    assert expected_speed(on_a_gpu(**given), SHARES) is None
 
 
 @pytest.mark.parametrize("gpus", [(), ("NVIDIA GeForce RTX 3090",), None])

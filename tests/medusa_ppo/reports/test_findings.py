@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from medusa_ppo.config.run_config import OFF
 from medusa_ppo.reports.findings import find
 from medusa_ppo.reports.run_files import Run, read_run
 from medusa_ppo.reports.summary import build_summary
@@ -27,8 +28,8 @@ def make(*steps: dict[str, Any], status: str = "finished", unreadable: int = 0, 
 def drafted(mal: float, version: int = 1, **more: Any) -> dict[str, Any]:
     return {
         "mal_serving": mal,
-        "drafts": 100,
-        "accepted": round(100 * (mal - 1)),
+        "drafts": 200,
+        "accepted": round(200 * (mal - 1)),
         "heads_version": version,
         **more,
     }
@@ -52,6 +53,40 @@ def test_a_healthy_run_has_no_warning(runs: Path, name: str) -> None:
     assert codes(read_run(runs / name)) == []
 
 
+def test_one_noisy_judgement_is_no_proof_however_often_it_stands_in_the_lines() -> None:
+    """A companion that rests judges nothing new, and each step repeats its last estimates."""
+    judged = {"replay_mal_serving": 2.40, "replay_mal_candidate": 2.40, "replay_mal_frozen": 2.41}
+    run = make(*[{**judged, "heads_version": 3, "versions_published": 3}] * 80)
+    lengths = build_summary(run)["mean_acceptance_length"]
+    assert (lengths["replay_steps"], lengths["gain_standard_error"]) == (1, None)
+    assert codes(run) == []
+    # Estimates that happen to be equal, of two batches.
+    batches = [{**judged, "replay_heads_version": 3, "replay_policy_version": n} for n in (7, 8)]
+    run = make(*[{}] * 6, *batches)
+    assert build_summary(run)["mean_acceptance_length"]["replay_steps"] == 2
+
+
+def test_a_handful_of_drafts_does_not_break_a_swap() -> None:
+    """An engine that chooses to draft nothing has only the drafts of its trials."""
+    counted = [(2, 4, 1), (3, 0, 2), (2, 5, 3), (2, 0, 4)]
+    trials = [
+        {"drafts": n, "accepted": good, "heads_version": version, "mal_serving": 1 + good / n}
+        for n, good, version in counted
+    ]
+    assert "broken_swap" not in codes(make(*trials))
+    few = [{"drafts": 50, "accepted": accepted, "heads_version": 1} for accepted in (0, 60, 60)]
+    few += [{"drafts": 50, "accepted": 60, "heads_version": 1}] * 2
+    fallen = [{"drafts": 100, "accepted": 0, "heads_version": 2}] * 2
+    assert codes(make(*few, *fallen)).count("broken_swap") == 1, "200 before and after, in all"
+    assert "broken_swap" not in codes(make(*few, *fallen[:1]))
+
+
+def test_of_many_broken_swaps_some_are_named_and_the_rest_counted() -> None:
+    run = make(*(drafted(1.05 if n % 2 else 2.0, version=n) for n in range(1, 14)))
+    texts = [f.text for f in find(run, build_summary(run)) if f.code == "broken_swap"]
+    assert len(texts) == 4 and texts[-1] == "It fell like that after 3 more version(s)."
+
+
 CASES: dict[str, Run] = {
     "failed": make(status="failed", extras={"error": "no memory"}),
     "interrupted": make({}, status="interrupted"),
@@ -73,7 +108,11 @@ CASES: dict[str, Run] = {
     "plugin_did_not_pay": make(
         {}, comparison={"steps": [{"with": {"step_s": 11.0}, "without": {"step_s": 10.0}}]}
     ),
-    "worse_than_frozen": make({"replay_mal_serving": 1.4, "replay_mal_frozen": 1.6}),
+    "worse_than_frozen": make(
+        *[{}] * 6,
+        {"replay_mal_serving": 1.4, "replay_mal_frozen": 1.6},
+        {"replay_mal_serving": 1.39, "replay_mal_frozen": 1.6},
+    ),
     "stale_heads": make(drafted(2.0), drafted(1.6, staleness=6)),
     "versions_worse": make({"versions_followed": 6, "versions_worse": 2}),
     "companion_stopped": make(
@@ -255,3 +294,4 @@ def test_drafts_that_never_paid_name_scheduling_only_where_it_is_concerned(
     run = make(step, config={"engine": engine})
     (finding,) = find(run, build_summary(run))
     assert ("schedule" in finding.do) == bool(reason) and reason in finding.do
+    assert " ".join(OFF) in finding.do, "with one of the keys alone the engine is still set up"

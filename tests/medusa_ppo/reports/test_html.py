@@ -10,6 +10,8 @@ import json
 import os
 import platform
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,9 +24,10 @@ import pytest
 from heads.errors import UsageError
 from medusa_ppo.contract import metrics
 from medusa_ppo.contract.metrics import REASONS
-from medusa_ppo.reports.page import follow, render_page, tiles, write_report
+from medusa_ppo.reports import page as pages
+from medusa_ppo.reports.page import follow, phase_shares, render_page, tiles, write_report
 from medusa_ppo.reports.panels import other_metrics, rest_seconds, version_marks
-from medusa_ppo.reports.run_files import Run, read_run
+from medusa_ppo.reports.run_files import Run, read_run, start_ticks
 from medusa_ppo.reports.summary import build_summary
 from medusa_ppo.reports.tables import (
     comparison_rows,
@@ -191,6 +194,33 @@ def test_follow_writes_again_when_the_run_grows_and_stops_with_it(
     assert [bool(re.search(r'data-refresh="10"', page)) for page in pages] == [True] * 4 + [False]
 
 
+def test_a_run_that_does_not_grow_is_read_once(
+    tmp_path: Path, make_run: MakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading thousands of steps takes a second, on the node that trains."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    run = make_run(tmp_path / "run", 2, status="running")
+    own = {"pid": process.pid, "start_ticks": start_ticks(process.pid), "host": platform.node()}
+    (run / "run.json").write_text(json.dumps({"status": "running", "process": own}))
+    reads: list[Path] = []
+
+    def read(path: Path) -> Run:
+        reads.append(path)
+        return read_run(path)
+
+    monkeypatch.setattr(pages, "read_run", read)
+    seen: list[int] = []
+
+    def wait(seconds: float) -> None:
+        seen.append(len(reads))
+        if len(seen) == 3:  # It ends without a word.
+            process.communicate()
+
+    follow(run, wait=wait)
+    assert seen == [1, 1, 1]
+    assert "killed" in (run / "report.html").read_text(), "its end is seen all the same"
+
+
 def test_ctrl_c_leaves_a_page_that_rests(tmp_path: Path, make_run: MakeRun) -> None:
     own = {
         "pid": os.getpid(),
@@ -230,6 +260,41 @@ def test_versions_are_rows_and_flags(runs: Path) -> None:
     )
     kept, left_out = shown_versions(rows * 200)
     assert len(kept) + left_out == 200 * len(rows) and len(kept) == 300
+
+
+def test_estimates_belong_to_the_heads_that_were_judged() -> None:
+    """The judgement that publishes version 4 is of version 3, and stands in a step of 4."""
+    steps = [
+        {"step": 0, "heads_version": 3},
+        {"step": 1, "heads_version": 4, "replay_mal_serving": 3.98, "replay_heads_version": 3},
+        {"step": 2, "heads_version": 4, "replay_mal_serving": 4.10, "replay_heads_version": 4},
+    ]
+    for step in steps[1:]:
+        step |= {"replay_mal_candidate": 4.2, "replay_mal_frozen": 3.8, "versions_published": 4}
+    rows = version_rows(Run(Path("r"), tuple(steps)))
+    assert [(row.version, row.replay) for row in rows] == [(3, 3.98), (4, 4.10)]
+    old = [
+        {name: value for name, value in step.items() if name != "replay_heads_version"}
+        for step in steps
+    ]
+    rows = version_rows(Run(Path("r"), tuple(old)))
+    assert [row.replay for row in rows] == [None, pytest.approx(4.04)], "these lines don't say"
+
+
+def test_phases_that_overlap_are_shares_of_the_run() -> None:
+    """Generation beside the update: shares of their sum would say 51 % and 34 %."""
+    phases = {"generate_s": 90.0, "score_s": 20.0, "update_s": 60.0, "sync_s": 5.0}
+    beside = Run(
+        Path("r"), tuple({"step": n, "wall_s": 100.0 * (n + 1), **phases} for n in range(10))
+    )
+    shares = {part["name"]: part["text"] for part in phase_shares(build_summary(beside))}
+    assert shares == {"generate": "90 %", "score": "20 %", "update": "60 %", "sync": "5.0 %"}
+    said = "Phases overlap: their seconds add up to 1.75 times those of the run."
+    assert said in page_of(beside)
+    in_turn = Run(Path("r"), ({"step": 0, "wall_s": 200.0, **phases},))
+    shares = {part["name"]: part["text"] for part in phase_shares(build_summary(in_turn))}
+    assert shares["generate"] == "45 %" and shares["rest"] == "12 %"
+    assert "Phases overlap" not in page_of(in_turn)
 
 
 def test_the_rest_of_a_step_is_what_no_phase_accounts_for() -> None:
@@ -443,6 +508,12 @@ def test_heads_that_the_first_version_has_replaced_are_not_called_by_its_name(
     # A companion that nobody waits for: the batch judged last is older than the step.
     early = {**served, **judged, "policy_version": 4, "replay_policy_version": 3}
     late = {**served, "step": 5, "policy_version": 5, "replay_policy_version": 4}
+    for last, expected in (((early,), None), ((early, late), 1.6)):
+        summary = build_summary(Run(tmp_path, (*steps, *last)))
+        assert summary["mean_acceptance_length"]["frozen"] == expected
+    # Lines that name the heads that were judged need no such inference.
+    early |= {"replay_heads_version": 0}
+    late |= {"replay_heads_version": 1}
     for last, expected in (((early,), None), ((early, late), 1.6)):
         summary = build_summary(Run(tmp_path, (*steps, *last)))
         assert summary["mean_acceptance_length"]["frozen"] == expected

@@ -6,9 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from medusa_ppo.drafting.choice import DraftChooser
 from medusa_ppo.reports.run_files import Run, read_run
 from medusa_ppo.reports.summary import build_summary
-from medusa_ppo.reports.tables import advice, render_markdown, summary_rows, verdict
+from medusa_ppo.reports.tables import (
+    advice,
+    choice_rows,
+    render_markdown,
+    summary_rows,
+    verdict,
+    worth_rows,
+)
 from medusa_ppo.runtime import wording
 
 
@@ -86,10 +94,10 @@ def test_the_advice_says_when_drafting_pays_and_what_would_change_it() -> None:
     text = advice(alone, build_summary(alone))
     assert text.startswith(
         "Worth it for rollouts of this run, with at most 8 sequences at once:"
-        " \N{MULTIPLICATION SIGN}1.30 at 2.60"
+        " \N{MULTIPLICATION SIGN}1.30 at 2.60 tokens an engine step with drafts (50 % of all)"
     )
     assert (
-        "it pays above 2.00." in text
+        "it pays above 1.77." in text
         and "it pays with 1 running." in text
         and "it does not pay with 8 to 15 running." in text
     )
@@ -104,7 +112,7 @@ def test_the_advice_says_when_drafting_pays_and_what_would_change_it() -> None:
     )
     text = advice(whole, build_summary(whole))
     assert (
-        text.startswith("Not worth it for rollouts of this run: ") and "it pays above 2.89." in text
+        text.startswith("Not worth it for rollouts of this run: ") and "it pays above 3.00." in text
     )
     assert "Generation is 40 % of a step without the plugin" in text
     assert (
@@ -115,6 +123,68 @@ def test_the_advice_says_when_drafting_pays_and_what_would_change_it() -> None:
     assert (
         advice(Run(Path("r"), ({"step": 0},)), build_summary(Run(Path("r"), ({"step": 0},)))) == ""
     )
+
+
+def test_drafting_pays_only_where_the_engine_chose_to_draft() -> None:
+    chooser = DraftChooser(4)
+    for drafts in range(5):
+        for _ in range(20):
+            chooser.observe_step(64, drafts, 0.01 * (1 + drafts))
+    chooser.observe_acceptance([4] * 200, [1] * 200)
+    for _ in range(100):
+        drafts = chooser.choose(64)
+        chooser.observe_step(64, drafts, 0.01 * (1 + drafts))
+    # With 8 sequences steps without drafts were never measured.
+    for _ in range(5):
+        chooser.observe_step(8, 4, 0.005)
+    step = {"step": 0, "drafts": 10, "accepted": 10, "draft_choices": chooser.take_report()}
+    run = Run(Path("r"), (step | {"pair_speedup": 0.9},))
+    text = advice(run, build_summary(run))
+    assert "it does not pay with 64 to 127 running." in text
+    assert "it pays with" not in text and "8 to 15" not in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "speed", "price"),
+    [([940, 0, 60], 1.03, "2.46"), ([940, 0, 60], 0.97, "3.58"), ([960, 0, 40], 1.03, "")],
+)
+def test_what_a_draft_step_costs_is_told_from_the_steps_that_had_drafts(
+    steps: list[int], speed: float, price: str
+) -> None:
+    """A step writes 1.12 tokens on average: 3 where it has drafts, else 1."""
+    choices = [{"running": 64, "steps": steps, "speedup": None}]
+    step = {"step": 0, "drafts": 60, "accepted": 120, "draft_choices": choices}
+    run = Run(Path("r"), (step | {"pair_speedup": speed},))
+    text = advice(run, build_summary(run))
+    said = f"; it pays above {price}." if price else "."
+    share = wording.percent(sum(steps[1:]) / 1000)
+    assert f"at 3.00 tokens an engine step with drafts ({share} of all){said} " in text
+
+
+def test_a_row_of_the_comparison_is_one_pair() -> None:
+    """Of an even number of pairs the upper one, with its own ratio and not that of two."""
+    pairs = [
+        {
+            "pair_drafting_tokens_per_s": tokens,
+            "pair_plain_tokens_per_s": 1000,
+            "pair_speedup": tokens / 1000,
+        }
+        for tokens in (1000, 1100, 1500, 1600)
+    ]
+    run = Run(Path("r"), ({"step": 0},), {"comparison": {"rollouts": pairs}})
+    summary = build_summary(run)
+    assert summary["rollout_speedup"] == 1.3
+    (row,) = worth_rows(run, summary)
+    assert row[1:4] == ("1,500", "1,000", wording.ratio(1.5))
+
+
+def test_a_resumed_run_may_draft_more_than_before() -> None:
+    steps = [
+        {"step": 0, "draft_choices": [{"running": 1, "steps": [5, 5], "speedup": 1.2}]},
+        {"step": 1, "draft_choices": [{"running": 8, "steps": [5, 0, 0, 5], "speedup": 1.1}]},
+    ]
+    rows = choice_rows(Run(Path("r"), tuple(steps)))
+    assert [row.shares for row in rows] == [[0.5, 0.5, 0, 0], [0.5, 0, 0, 0.5]]
 
 
 def test_names_can_not_break_the_table() -> None:

@@ -330,3 +330,22 @@ def test_each_engine_of_a_pool_has_its_acceptance():
     rows = dict(summary_rows(build_summary(make(*steps))))
     assert rows["Tokens per engine step of each engine"] == "3.00, 1.50"
     assert "Tokens per engine step of each engine" not in dict(summary_rows(build_summary(HAND)))
+
+
+def test_an_engine_is_as_good_as_all_its_draft_steps() -> None:
+    """In its second step the first engine chose to draft nothing: that is no acceptance of 1."""
+    steps = [
+        {
+            "mal_per_engine": [3.0, 3.0],
+            "drafts_per_engine": [100, 100],
+            "accepted_per_engine": [200, 200],
+            "generated_tokens_per_engine": [1000, 1000],
+        },
+        {
+            "mal_per_engine": [1.0, 3.0, 1.0],
+            "drafts_per_engine": [0, 300, 0],
+            "accepted_per_engine": [0, 600, 0],
+            "generated_tokens_per_engine": [90_000, 1000, 0],
+        },
+    ]
+    assert mal_per_engine(steps) == [3.0, 3.0, None]

@@ -20,7 +20,7 @@ import ray
 from ray.exceptions import GetTimeoutError
 
 from heads.checkpoint import save_heads
-from heads.errors import ConfigError, RunError
+from heads.errors import ConfigError, EngineError, RunError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.bench import rollout_speed
@@ -199,23 +199,36 @@ def test_ray_keeps_a_gpu_for_each_rank_of_an_engine(
     """Also for a single engine while it is started again; pipeline stages were not counted."""
     reserved: list[Any] = []
     placed: list[Any] = []
+    planned: list[int] = []
 
     def reserve(bundles: list[dict[str, float]], what: str, *, timeout_s: float) -> str:
         assert timeout_s == 600
         reserved.append(([bundle["GPU"] for bundle in bundles], what))
         return "group"
 
+    def plan(*_: Any) -> Any:
+        planned.append(1)
+        return SimpleNamespace(load_s=2800.0)
+
     def start(
-        model: str, heads: None, config: EngineConfig, seed: int, *, where: Any, **_: Any
+        model: str,
+        heads: None,
+        config: EngineConfig,
+        seed: int,
+        *,
+        where: Any,
+        load_s: float,
+        **_: Any,
     ) -> Any:
         placed.append(where)
+        assert load_s == 2800.0
         assert ray_engine.gpus_asked(config) == gpus
         return SimpleNamespace(
             max_drafts=0, num_drafts=0, note="", heads_version=0, policy_version=0, close=int
         )
 
     monkeypatch.setattr(ray_engine, "visible_gpus", tuple)
-    monkeypatch.setattr(ray_engine, "plan_launch", lambda *_: None)
+    monkeypatch.setattr(ray_engine, "plan_launch", plan)
     monkeypatch.setattr(ray_engine, "reserve", reserve)
     monkeypatch.setattr(ray_engine, "release", reserved.append)
     monkeypatch.setattr(ray_engine, "in_bundle", lambda group, index: (group, index))
@@ -225,6 +238,17 @@ def test_ray_keeps_a_gpu_for_each_rank_of_an_engine(
     what = "engine" if replicas == 1 else "engines"
     assert reserved == [([gpus] * replicas, what), "group"]
     assert sorted(placed) == [("group", index) for index in range(replicas)]
+    assert planned == [1], "whatever is warned of is told once"
+
+
+def test_an_engine_that_was_planned_is_not_planned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its plan warns of would be told once more, and again at each restart."""
+    planned: list[int] = []
+    monkeypatch.setattr(ray_engine, "plan_launch", lambda *_: planned.append(1))
+    monkeypatch.setattr(ray_engine.ray, "is_initialized", lambda: False)
+    with pytest.raises(EngineError, match="Ray is not running"):
+        ray_engine.RayEngine("actor", None, EngineConfig(), load_s=2800.0)
+    assert not planned
 
 
 def test_wrong_settings_of_an_engine_are_refused_before_the_wait_for_its_place(

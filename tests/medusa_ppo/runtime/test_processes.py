@@ -219,3 +219,46 @@ def test_one_line_is_left_out_of_stderr_and_the_others_come(capfd: pytest.Captur
         raise ValueError
     os.write(2, b"known words\n")
     assert capfd.readouterr().err == "before\nafter\nknown words\n"
+
+
+class Full:
+    """A Ray without room: a stand-in for the group that waits for it, and its clock."""
+
+    def __init__(self, interrupted_after: int | None = None) -> None:
+        self.waits = list[float]()
+        self.removed = list[object]()
+        self.now = 1000.0
+        self._interrupted_after = interrupted_after
+
+    def wait(self, seconds: float) -> bool:
+        self.waits.append(seconds)
+        self.now += seconds
+        if len(self.waits) == self._interrupted_after:
+            raise KeyboardInterrupt
+        return False
+
+
+def put_in_place_of_ray(full: Full, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "placement_group", lambda bundles, strategy: full)
+    monkeypatch.setattr(runtime, "remove_placement_group", full.removed.append)
+    monkeypatch.setattr(runtime, "_free", lambda: "nothing")
+    monkeypatch.setattr(runtime, "time", SimpleNamespace(monotonic=lambda: full.now))
+
+
+def test_a_signal_is_heard_while_a_run_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python hears none in Ray's call."""
+    full = Full()
+    put_in_place_of_ray(full, monkeypatch)
+    with pytest.raises(RunError, match="within 600 s"):
+        runtime.reserve([runtime.bundle(1.0, None)], "engine", timeout_s=600.0)
+    assert max(full.waits) <= 2.0 and sum(full.waits) == pytest.approx(600.0)
+    assert full.removed == [full]
+
+
+def test_an_interrupt_takes_the_request_for_room_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Ray that others use would find the room later, and keep it for nobody."""
+    full = Full(interrupted_after=3)
+    put_in_place_of_ray(full, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        runtime.reserve([runtime.bundle(1.0, None)], "engine", timeout_s=600.0)
+    assert full.removed == [full] and len(full.waits) == 3

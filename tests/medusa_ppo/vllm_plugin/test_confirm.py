@@ -4,11 +4,14 @@ not for anything else.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial, reduce
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
@@ -19,6 +22,8 @@ from medusa_ppo.vllm_plugin.confirm import (
     find_difference,
     fixed_inputs,
     fixed_sampling,
+    given_tokens,
+    plain_logprobs,
     what_is_seen,
 )
 
@@ -231,3 +236,53 @@ def test_drafts_that_are_no_numbers_are_found() -> None:
     state = scene.heads.trainable_state()
     scene.lm_head_VD[0, 0] = torch.nan
     assert "head 1" in scene.verdict(state)
+
+
+class ReadState(dict[str, torch.Tensor]):
+    """Counts how often each tensor is read."""
+
+    def __init__(self, state: dict[str, torch.Tensor]) -> None:
+        super().__init__(state)
+        self.reads: Counter[str] = Counter()
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        self.reads[name] += 1
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "context", "deep"])
+def test_what_heads_share_is_computed_once_and_what_is_theirs_once_for_each(kind: str) -> None:
+    """Once for each head, a swap moved five times the file from the host to the GPU."""
+    scene = ConfirmScene(kind, layers=2)
+    state = ReadState(scene.heads.trainable_state())
+    assert scene.verdict(state) == ""
+    assert set(state.reads) == set(state)
+    often = {name: count for name, count in state.reads.items() if count > 1}
+    # The cell is the same for all heads, and each of them multiplies by it.
+    in_turn = {"cell.token.weight": K, "cell.step.weight": K - 1, "cell.out.weight": K}
+    assert often == (in_turn if kind in ("context", "deep") else {})
+
+
+def test_a_large_weight_is_never_whole_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A 70B's largest takes 2.4 GB so, which no profile of memory has seen."""
+    monkeypatch.setattr("medusa_ppo.vllm_plugin.confirm.PIECE_BYTES", 5 * 4 * D, raising=False)
+    scene = ConfirmScene("deep", torch.bfloat16, layers=2)
+    state = scene.heads.trainable_state()
+    widened: list[tuple[int, ...]] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, call: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        ) -> Any:
+            found = call(*args, **(kwargs or {}))
+            if call is torch.ops.aten._to_copy.default:
+                widened.append(tuple(found.shape))
+            return found
+
+    fixed = fixed_inputs(scene.config, scene.dtype, CPU)
+    plain = Plain(scene.logits, scene.embed, scene.dtype)
+    with Noted():
+        plain_logprobs(state, scene.config, fixed, given_tokens(scene.config, fixed, K), plain)
+    assert (5, D) in widened
+    large = {tuple(value.shape) for name, value in state.items() if "copy" not in name}
+    assert not large & set(widened)

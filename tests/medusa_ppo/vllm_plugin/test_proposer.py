@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 from heads.checkpoint import save_state
 from heads.copying import SERVED_PLACES, Texts
 from heads.errors import SwapError
-from heads.heads_config import HeadsConfig
+from heads.heads_config import TEMPERATURES, HeadsConfig
 from heads.modules import Context, MedusaHeads
 from heads.targets import MISSING
 
@@ -32,7 +32,7 @@ from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.verify import DraftRows, Rule, verify_rows
 from medusa_ppo.vllm_plugin import rank_agreement, v1_runner
 from medusa_ppo.vllm_plugin.calibrating import Calibrating
-from medusa_ppo.vllm_plugin.confirm import fingerprint
+from medusa_ppo.vllm_plugin.confirm import find_difference, fingerprint
 from medusa_ppo.vllm_plugin.proposer import MARK, MedusaProposer
 from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
@@ -672,6 +672,55 @@ def test_heads_of_another_form_are_refused_or_served_as_this_engine_serves(
         proposer.swap(str(tmp_path / "other"), 1)
     assert "same kind, K and sizes" in str(caught.value)
     assert proposer.fed and proposer.version == 0 and proposer.probe(*rows) == before
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.75])
+def test_the_probe_reads_the_parameters_where_they_are(
+    device: torch.device, temperature: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file's tensors are on the host: to send them again took longer than the swap."""
+    step = ProposerStep(2, pairs=PAIRS, copy_parts=2, device=device)
+    proposer = step.proposer
+    file = {name: value * 1.5 for name, value in proposer.heads.trainable_state().items()}
+    if temperature != 1:
+        file[TEMPERATURES] = torch.full((K,), temperature)
+    save_state(tmp_path / "heads", file)
+    probed: list[dict[str, torch.Tensor]] = []
+
+    def noted(draft: Any, state: dict[str, torch.Tensor], *rest: Any) -> str:
+        probed.append(dict(state))
+        return find_difference(draft, state, *rest)
+
+    monkeypatch.setattr("medusa_ppo.vllm_plugin.proposer.find_difference", noted)
+    proposer.swap(str(tmp_path / "heads"), 1)
+    (state,) = probed
+    assert set(state) == set(file)
+    for name, parameter in proposer.heads.trainable_views().items():
+        assert state[name].data_ptr() == parameter.data_ptr()
+        assert torch.equal(state[name].cpu(), file[name].cpu())
+    if temperature != 1:
+        assert torch.equal(state[TEMPERATURES].cpu(), file[TEMPERATURES])
+
+
+def test_a_parameter_that_is_not_the_files_is_found_without_the_probe(
+    device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The probe reads the parameters, too, so it can't see that."""
+    proposer = ProposerStep(2, pairs=PAIRS, copy_parts=2, device=device).proposer
+    save_state(tmp_path / "heads", proposer.heads.trainable_state())
+    load = MedusaHeads.load_trainable_state
+
+    def one_number_off(heads: MedusaHeads, state: dict[str, torch.Tensor]) -> None:
+        load(heads, state)
+        heads.cell_step[1, 2] += 1
+
+    monkeypatch.setattr(MedusaHeads, "load_trainable_state", one_number_off)
+    with pytest.raises(SwapError, match=r"cell.step.weight does not read back"):
+        proposer.swap(str(tmp_path / "heads"), 1)
+    assert not proposer.fed
+    monkeypatch.setattr(MedusaHeads, "load_trainable_state", load)
+    proposer.swap(str(tmp_path / "heads"), 2)
+    assert proposer.held_version() == 2
 
 
 @pytest.mark.parametrize("copy_parts", [0, 2])

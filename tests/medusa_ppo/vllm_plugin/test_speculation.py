@@ -10,7 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from heads.checkpoint import save_heads
 from heads.errors import ConfigError, LossyError, UnsupportedVersionError
+from heads.heads_config import HeadsConfig
+from heads.modules import MedusaHeads
 from medusa_ppo.vllm_plugin import speculation
 
 
@@ -173,3 +176,67 @@ def test_a_tied_lm_head_is_no_module_of_its_own() -> None:
     target = torch.nn.Module()
     target.embed_tokens = Head(weight=torch.zeros(4, 2))
     refuse_quantised_lm_head(target)
+
+
+@pytest.mark.parametrize(
+    ("batched", "scheduled", "said"),
+    [
+        (64, None, "80 tokens in a step, and vLLM schedules 64 at most"),
+        (96, 70, "schedules 70 at most"),
+        (80, None, ""),
+        (96, 80, ""),
+    ],
+)
+@pytest.mark.parametrize("runner", ["v1", "v2"])
+def test_an_engine_says_that_sequences_wait_for_room_in_a_step(
+    batched: int,
+    scheduled: int | None,
+    said: str,
+    runner: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing else shows it: with 2,048 tokens, 103 of 512 sequences stood still."""
+    from medusa_ppo.vllm_plugin import proposer, rank_agreement
+
+    made: Any = proposer.MedusaProposer
+    if runner == "v2":
+        made = pytest.importorskip("medusa_ppo.vllm_plugin.speculator").HeldHeads
+    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
+    hidden_size, vocab_size = 8, 12
+    heads = MedusaHeads(HeadsConfig(hidden_size, vocab_size, 4, "hydra", context=4, copy_parts=2))
+    save_heads(tmp_path / "heads", heads)
+    told = speculation.speculation(str(tmp_path / "heads"), 4, {"sampled": True})
+    draft_model = SimpleNamespace(
+        model=str(tmp_path / "heads"), get_hidden_size=lambda: hidden_size
+    )
+    speculative = SimpleNamespace(
+        **{"draft_model_config": draft_model} | told["speculative_config"]
+    )
+    drafter: Any = made(
+        SimpleNamespace(
+            speculative_config=speculative,
+            additional_config=told["additional_config"],
+            model_config=SimpleNamespace(
+                dtype=torch.float32,
+                max_model_len=64,
+                hf_config=SimpleNamespace(),
+                get_hidden_size=lambda: hidden_size,
+                get_vocab_size=lambda: vocab_size,
+            ),
+            scheduler_config=SimpleNamespace(
+                max_num_seqs=16,
+                max_num_batched_tokens=batched,
+                max_num_scheduled_tokens=scheduled,
+            ),
+        ),
+        torch.device("cpu"),
+    )
+    target: Any = torch.nn.Module()
+    target.embed_tokens = torch.nn.Embedding(vocab_size, hidden_size).requires_grad_(False)
+    target.compute_logits = lambda rows: rows @ target.embed_tokens.weight.T
+    drafter.load_model(target)
+    assert drafter.num_drafts == 4
+    warned = " ".join(record.getMessage() for record in caplog.records)
+    assert (said in warned) if said else ("sequences" not in warned)

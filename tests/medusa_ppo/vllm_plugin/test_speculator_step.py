@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from heads.checkpoint import save_state
 from heads.copying import Texts
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
@@ -38,6 +40,7 @@ from medusa_ppo.vllm_plugin.speculator import (
     with_q_as_it_is_read,
     without_learning,
 )
+from medusa_ppo.vllm_plugin.worker_calls import Drafting
 from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
 D, V, K, B, SLOTS = 8, 1 << 14, 2, 3, 5
@@ -59,11 +62,11 @@ class Step:
             parameter.copy_(torch.randn_like(parameter) / 4)
         lm_head_VD, table_VD = torch.randn(V, D) / 2, torch.randn(V, D)
         drafter: Any = object.__new__(HeldHeads)
-        drafter._core = DraftingCore(
-            heads, lambda rows: rows @ lm_head_VD.T, lambda ids: table_VD[ids]
-        )
+        drafter._embedding = lambda: lambda ids: table_VD[ids]
+        drafter._core = DraftingCore(heads, lambda rows: rows @ lm_head_VD.T, drafter._embedding())
         drafter.num_drafts = drafter.num_speculative_tokens = K
         drafter.fed, drafter.sampled, drafter._untrained = True, True, False
+        drafter.draft_temperature = 1.0
         drafter.choose, drafter.chooser, drafter._step_began = False, DraftChooser(K), None
         drafter.device, drafter.dtype, drafter.hidden_size = torch.device("cpu"), torch.float32, D
         drafter.heads, drafter._target = heads, torch.nn.Module()
@@ -412,6 +415,28 @@ def test_nothing_is_learned_from_vllms_warm_up(monkeypatch: pytest.MonkeyPatch) 
     assert list(drafter.chooser.table.kinds) == [(2, 0)]
 
 
+def test_after_a_calibration_requests_have_the_seeds_that_they_would_have_had() -> None:
+    """V2 takes those of requests without a seed from numpy's generator, and a calibration's own
+    requests have none. Whether an engine calibrates depends on a file of the machine.
+    """
+    drafter = Step().speculator.drafter
+
+    def seeds() -> list[int]:
+        return np.random.randint(2**31, size=4).tolist()
+
+    np.random.seed(5)
+    torch.manual_seed(5)
+    expected = seeds(), torch.rand(4).tolist()
+    np.random.seed(5)
+    torch.manual_seed(5)
+    drafter.calibrate(1)
+    assert (seeds(), torch.rand(4).tolist()) == expected
+    drafter.calibrate(2)
+    assert seeds() != expected[0]
+    drafter.calibrate(None)
+    assert (seeds(), torch.rand(4).tolist()) == expected
+
+
 def test_drafts_that_nobody_made_teach_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a request whose prompt is cached."""
     step = Step()
@@ -655,6 +680,73 @@ def test_texts_are_copied_from_by_the_keys_of_the_heads_that_serve() -> None:
     torch.testing.assert_close(found, other)
 
 
+def test_keys_are_renewed_of_the_texts_that_run_and_of_no_others() -> None:
+    """Between two batches of rollouts nobody runs, and each slot holds a text that has ended: with
+    1,024 of them a sync and a swap made a million keys each that nobody read.
+    """
+    step = Step(pairs=4, copy_parts=2)
+    drafter = step.speculator.drafter
+    texts = drafter._texts
+    drafter.admit([arrived(2, [7, 8, 9, 7, 8]), arrived(0, [5]), arrived(3, list(range(70)))])
+    drafter.running.end(["request 2"])
+    # Preempted, a request came back elsewhere, and another one has its place.
+    asked = SimpleNamespace(structured_outputs=None)
+    back = Admitted("request 0", 4, [5], [5, 6], asked)
+    drafter.admit([back, Admitted("another", 0, [9], [9], asked)])
+    texts.keys_SALw.fill_(torch.nan)
+    drafter._forget_pairs()
+    made = [int(keys_ALw[0, :, 0].isfinite().sum()) for keys_ALw in texts.keys_SALw]
+    assert made == [1, 0, 0, texts.places, 2, 0]
+    drafter.running.end(list(drafter.running.live))
+    texts.keys_SALw.fill_(torch.nan)
+    drafter.target_changed()
+    assert not texts.keys_SALw.isfinite().any()
+
+
+def test_an_actor_that_comes_before_the_first_heads_leaves_keys_to_them(tmp_path: Path) -> None:
+    """After a deep sleep nothing is there that keys are made of until heads come from the feed; of
+    the tables of a small vocabulary a row was looked up that does not exist, and the engine died.
+    """
+    step, later = Step(pairs=4, copy_parts=2), Step(pairs=4, copy_parts=2)
+    said = [arrived(1, [7, 8, 9, 7, 8]), arrived(4, [5, 6])]
+    drafter = step.speculator.drafter
+    save_state(tmp_path / "heads", drafter.heads.trainable_state())
+    drafter._fingerprint, drafter.version = fingerprint(drafter.heads), 0
+    copier = drafter._core.copier
+    throw_away([*drafter.heads.parameters(), *tensors_of(copier, (copier._embed, copier.heads))])
+    # Memory may come back as anything: with huge numbers here, too, every place counted as empty.
+    copier._back_M.zero_()
+    assert drafter.held_version() == -1
+    drafter.target_loaded()
+    drafter.admit(said)
+    step.propose()
+    assert step.speculator.count == 0
+    drafter.swap(str(tmp_path / "heads"), 3)
+    assert drafter.held_version() == 3
+    later.speculator.drafter.admit(said)
+    for one in said:
+        here, there = (
+            found.speculator.drafter._texts.keys_SALw[one.slot, :, : len(one.tokens)]
+            for found in (step, later)
+        )
+        assert torch.equal(here, there)
+
+
+def test_the_first_trained_heads_make_the_keys_of_running_texts(tmp_path: Path) -> None:
+    """Of untrained ones nobody would read any."""
+    step, later = Step(pairs=4, copy_parts=2), Step(pairs=4, copy_parts=2)
+    drafter = step.speculator.drafter
+    save_state(tmp_path / "heads", drafter.heads.trainable_state())
+    drafter._untrained = True
+    said = arrived(1, [7, 8, 9, 7, 8])
+    drafter.admit([said])
+    assert not drafter._texts.keys_SALw.any()
+    drafter.swap(str(tmp_path / "heads"), 3, ready=drafter.ahead(str(tmp_path / "heads")))
+    later.speculator.drafter.admit([said])
+    here, there = (found.speculator.drafter._texts.keys_SALw for found in (step, later))
+    assert there.any() and torch.equal(here, there)
+
+
 def written_by(speculator: Any) -> list[int]:
     """A list that fills with how many tokens each call writes to the texts."""
     written: list[int] = []
@@ -797,6 +889,24 @@ def test_times_of_steps_are_those_of_a_runner_and_of_its_way_to_schedule() -> No
     drafter.runner = "v1"
     assert (first["runner"], cost_key(drafter)["runner"]) == ("v2", "v1")
     assert [key for key in first if first[key] != ahead[key]] == ["asynchronous"]
+
+
+def test_times_of_steps_are_those_with_or_without_a_memory_and_early_ends() -> None:
+    """With either of them V2 launches its kernels one by one on a GPU: three times as long."""
+    drafter = Step().speculator.drafter
+    config = drafter.vllm_config
+    config.parallel_config = SimpleNamespace(tensor_parallel_size=1)
+    config.model_config.hf_text_config = SimpleNamespace(hidden_size=D)
+    config.model_config.enforce_eager = True
+    keys = []
+    for settings in ({}, {"memory_bytes": 1 << 20}, {"memory_bytes": 0, "stop_below": 0.3}):
+        drafter.configure(Drafting(**settings))
+        keys.append(cost_key(drafter))
+    alone, remembering, ending = keys
+    assert [key for key in alone if alone[key] != remembering[key]] == ["memory"]
+    assert [key for key in alone if alone[key] != ending[key]] == ["stops_early"]
+    drafter.configure(Drafting(stop_below=0.0))
+    assert cost_key(drafter) == alone
 
 
 def arrived(slot: int, tokens: list[int], *, grammar: bool = False) -> Admitted:
