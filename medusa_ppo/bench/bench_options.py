@@ -105,7 +105,7 @@ class HeadsBench:
         "kl_tv",
     )
     max_new_tokens: NewTokens = 96
-    learning_rate: float = 2e-3
+    learning_rate: float | None = None
     batch_positions: int = 512
     seed: Seed = 0
 

@@ -308,7 +308,7 @@ def _train_and_judge(bench: HeadsBench, kind: str, loss: str, found: Collected) 
         epochs=bench.epochs,
         batch_positions=bench.batch_positions,
     )
-    steps = bench.epochs * -(-found.train.response_ids_M.numel() // bench.batch_positions)
+    steps = bench.epochs * config.steps_of(found.train.response_ids_M.numel())
     trainer = HeadsTrainer(
         heads,
         lm_head_VD,

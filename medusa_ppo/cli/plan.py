@@ -80,15 +80,17 @@ def kept_states(heads: HeadsConfig) -> int:
 
 
 def companion_parts(
-    config: RunConfig, heads: HeadsConfig, model: ModelSizes, gpus: bool
+    config: RunConfig, heads: HeadsConfig, model: ModelSizes, gpus: bool, tokens: int
 ) -> dict[str, int]:
-    """Memory of one process of the companion. Of several workers each holds all heads, tables and
-    batches, and takes its share of an optimizer step's positions.
+    """Memory of one process of the companion with batches of up to `tokens` response tokens. Of
+    several workers each holds all heads, tables and batches, and takes its share of an optimizer
+    step's positions.
     """
     section = config.companion
     copies = ADAM_COPIES + OTHER_HEADS + STEP_COPIES
     drafted = draft_vocabulary(config.engine, heads) or model.vocab
-    share = -(-section.batch_positions // section.workers)
+    kept = _kept_tokens(config, model, tokens)
+    share = -(-kept // (section.steps_of(kept) * section.workers))
     rows = min(share, max(1, LOGITS_BYTES // (FLOAT32 * model.vocab)))
     logits = min(max(GPU_CHUNK if gpus else CPU_CHUNK, drafted), rows * drafted)
     reads_actor = section.loss.startswith("kl")
@@ -225,11 +227,7 @@ def make_plan(config: RunConfig, hardware: Hardware) -> Plan:
         *companion,
         *plain,
     ]
-    tokens = (
-        config.ppo.prompts_per_step
-        * config.sampling.responses_per_prompt
-        * config.sampling.max_new_tokens
-    )
+    tokens = _response_tokens(config)
     moves = tuple(_moves(config, model, heads, tokens))
     peaks = phase_peaks(config, model, gpus)
     warnings = [*_warnings(config, model, tokens), *_too_large(config, processes, hardware)]
@@ -454,7 +452,7 @@ def _remembered(config: RunConfig) -> dict[str, int]:
 def _companion(config: RunConfig, model: ModelSizes, heads: HeadsConfig, gpus: bool) -> Process:
     section = config.companion
     workers = section.workers
-    parts = companion_parts(config, heads, model, gpus)
+    parts = companion_parts(config, heads, model, gpus, _response_tokens(config))
     if not gpus:
         # Freed blocks stay in the process (runtime/kept_memory.py), and micro-batches of other size
         # leave gaps between them: up to as much again as one of them takes.
@@ -577,6 +575,12 @@ def _table_bytes(config: RunConfig, model: ModelSizes, heads: HeadsConfig, token
     return _state_element(config) * model.hidden * (lm_head + embedding)
 
 
+def _response_tokens(config: RunConfig) -> int:
+    """The most that a step's responses have together."""
+    sampling = config.sampling
+    return config.ppo.prompts_per_step * sampling.responses_per_prompt * sampling.max_new_tokens
+
+
 def _kept_tokens(config: RunConfig, model: ModelSizes, tokens: int) -> int:
     """How many of these response tokens the companion gets, at most, with their hidden states."""
     # A batch may fill half of the queue: the next one comes while it is in training.
@@ -597,7 +601,7 @@ def _sums(config: RunConfig, model: ModelSizes, tokens: int) -> int:
     each optimizer step sends them twice between all but one of the workers.
     """
     section = config.companion
-    steps = section.epochs * -(-_kept_tokens(config, model, tokens) // section.batch_positions)
+    steps = section.epochs * section.steps_of(_kept_tokens(config, model, tokens))
     return 2 * (section.workers - 1) * steps
 
 

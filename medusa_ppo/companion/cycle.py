@@ -302,7 +302,7 @@ class Cycle:
             training,
             lambda: self._measure(self.candidate, holdout).mean_acceptance_length - 1,
             self.candidate.trainable_state,
-            self._config.batch_positions,
+            self._config.steps_of(training.hidden_MD.shape[0]),
             seconds,
         )
         return report

@@ -27,7 +27,7 @@ def train_while_rising(
     training: RolloutBatch,
     extra_tokens: Callable[[], float],
     judged_state: Callable[[], dict[str, torch.Tensor]],
-    positions: int,
+    steps: int,
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[TrainReport, float]:
@@ -37,7 +37,7 @@ def train_while_rising(
     Args:
         extra_tokens: what an engine step accepts beyond the first token, on the held-out part.
         judged_state: trainable tensors of the heads that this measures.
-        positions: positions of one optimizer step.
+        steps: optimizer steps of a pass.
         seconds: time limit. With several workers, the first one whose time is up ends it for all.
 
     Returns:
@@ -46,8 +46,7 @@ def train_while_rising(
     began = clock()
     ends = began + seconds
     longest = 0.0
-    rows = training.hidden_MD.shape[0]
-    passes = max(1, math.ceil(LOOK_STEPS * positions / max(1, rows)))
+    passes = math.ceil(LOOK_STEPS / max(1, steps))
     total = TrainReport()
     best = -math.inf
     best_state: dict[str, torch.Tensor] = {}

@@ -37,7 +37,18 @@ TOGETHER = 32
 """Consecutive positions that heads are trained on together."""
 CUT_SHARE = 0.1
 """Share of the positions whose context is cut at random."""
-COUNTERS = ("batches_trained", "batches_skipped", "trained_tokens", "optimizer_steps")
+RAMP_STEPS = 40
+"""Steps of a new optimizer on trained heads until its step size is the configured one. AdamW's
+first steps move every weight by the whole step size, whatever the gradients: heads that began at
+4.08 tokens a step were at 3.62 after four of them. Untrained heads have nothing to lose.
+"""
+COUNTERS = (
+    "batches_trained",
+    "batches_skipped",
+    "trained_tokens",
+    "optimizer_steps",
+    "ramp_steps",  # States of 0.3 end before it.
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,7 @@ class HeadsTrainer:
 
     Attributes:
         rate: factor on the configured step size, set by the caller and kept over a restart.
+        ramp_steps: steps over which the optimizer's step size rises, from its first one on.
         team: processes that take every optimizer step together; None: this one alone.
         generator: draws the order of the positions.
         give_way: called between two pieces of work; may wait.
@@ -99,7 +111,8 @@ class HeadsTrainer:
             config: step size, loss, positions per step, epochs.
             seed: seed of the order of the positions.
             device: where to train; None: the CPU.
-            schedule: factor of the step size by number of the optimizer step; None: always 1.
+            schedule: factor of the step size by number of the optimizer step; None: a ramp of a
+                new optimizer, and less for small steps.
             dtype: dtype of products; None: float32 on a CPU; on a GPU lm_head's dtype for products
                 with it, and float32 for all others. Parameters, moments and sums stay float32.
             micro_positions: positions whose gradients are computed at once; None: as many as
@@ -117,6 +130,7 @@ class HeadsTrainer:
         if mean:
             mean.heads.to(self.device, torch.float32)
         self._config = config
+        self._learning_rate = config.learning_rate_of(lm_head_VD.shape[1])
         self._micro_positions = micro_positions or max(1, LOGITS_BYTES // (4 * lm_head_VD.shape[0]))
         self._loss = LossConfig.named(config.loss)
         self.generator = torch.Generator().manual_seed(seed)
@@ -248,8 +262,8 @@ class HeadsTrainer:
                 epoch.
             epochs: passes over the positions; if this is not a whole number, the last pass covers a
                 random part of them; None: as configured.
-            steps: about equal optimizer steps of a pass, at most as many as there are positions;
-                None: steps of the configured size, and one with what is left.
+            steps: optimizer steps of a pass, at most as many as there are positions; None: as
+                configured (`CompanionConfig.steps_of`). All of them are about equal.
 
         Returns:
             A report. If a step's losses or gradients are not finite, it and all later steps are
@@ -305,26 +319,34 @@ class HeadsTrainer:
         for part in [1.0] * int(whole) + [rest] * (rest > 0):  # 2.25 -> 1, 1, 0.25
             picks = self._shuffle([(source, part * share) for source, share in sources])
             worked += picks.shape[0]
-            rows = self._config.batch_positions
-            if wanted_steps is not None:
-                rows = max(1, -(-picks.shape[0] // wanted_steps))
-            steps = -(-picks.shape[0] // rows)
+            count = picks.shape[0]
+            steps = min(count, wanted_steps or self._config.steps_of(count))
             # Each worker of a team takes as many steps as the one with most, since a gradient sum
             # waits for all.
-            for start in range(0, rows * (self.team.most(steps) if self.team else steps), rows):
-                step = self.optimizer_steps
+            steps = self.team.most(steps) if self.team else steps
+            for number in range(steps):
                 for group in self._optimizer.param_groups:
-                    group["lr"] = (
-                        self._config.learning_rate
-                        * self.rate
-                        * (self._schedule(step) if self._schedule else 1.0)
-                    )
-                loss = self._loss.at(step)
-                here = picks[start : start + rows]
+                    group["lr"] = self._learning_rate * self.rate * self._step_size(count / steps)
+                loss = self._loss.at(self.optimizer_steps)
+                # Equal steps: a small one with what is left would move the heads as far as a whole.
+                here = picks[number * count // steps : (number + 1) * count // steps]
                 if self.team and self._alike:
                     here = here[self.team.place.rank :: self.team.place.size]
                 losses.append(self._step([source for source, _ in sources], here, loss))
         return losses, round(min(1.0, epochs) * sources[0][0].usable_N.numel()), worked
+
+    def _step_size(self, positions: float) -> float:
+        """The schedule's factor at the next step. Without a schedule, that of a new optimizer's
+        ramp, times the root of the step's share of a whole step: smaller steps are noisier.
+        """
+        if self._schedule is not None:
+            return self._schedule(self.optimizer_steps)
+        size = math.sqrt(min(1.0, positions / self._config.batch_positions))
+        if self.ramp_steps:
+            states = self._optimizer.state.values()
+            age = max((int(values["step"]) for values in states), default=0)
+            size *= min(1.0, (age + 1) / self.ramp_steps)
+        return size
 
     def _look_up(self, batch: RolloutBatch) -> TrainingRows:
         config = self.heads.config
@@ -561,8 +583,9 @@ class HeadsTrainer:
             )
 
     def _fresh_optimizer(self) -> torch.optim.AdamW:
+        self.ramp_steps = 0 if self.heads.untrained else RAMP_STEPS
         return torch.optim.AdamW(
-            self.heads.parameters(), lr=self._config.learning_rate, weight_decay=0.0
+            self.heads.parameters(), lr=self._learning_rate, weight_decay=0.0
         )  # Weight decay would pull back to the start.
 
     # ---- state
@@ -630,7 +653,10 @@ class HeadsTrainer:
             if self._mean is not None:
                 self._mean.load_state_dict(state)
             self.generator.set_state(state["generator"].clone())
-            for name, value in zip(COUNTERS, state["counters"].tolist(), strict=True):
+            counters = state["counters"].tolist()
+            if len(counters) == len(COUNTERS) - 1:
+                counters.append(0)
+            for name, value in zip(COUNTERS, counters, strict=True):
                 setattr(self, name, value)
         except (torch.OutOfMemoryError, torch.AcceleratorError):
             raise  # The device's fault, not the state's.

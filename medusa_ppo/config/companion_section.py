@@ -16,6 +16,14 @@ multiple of its sample's rows.
 """
 LOGITS_BYTES = 1024**3
 """Maximum bytes of float32 logits in a micro-batch of one head."""
+RATE_AT_WIDTH = 2e-3 * 256
+"""The default learning rate times the actor's hidden size. AdamW moves each weight by about the
+rate, so the outputs of a layer move by that times its width: heads of width 1,024 learned from
+bigrams at 5e-4 as those of width 256 did at 2e-3, and at 2e-3 their loss was above the start for
+20 steps.
+"""
+LEAST_STEPS, LEAST_POSITIONS = 10, 128
+"""A pass over a batch has so many optimizer steps or more, unless they had fewer positions."""
 
 
 class CompanionConfig(Section):
@@ -36,9 +44,11 @@ class CompanionConfig(Section):
     them. Set it to ce_tv when the actor's distributions take too much memory: it needs only the
     tokens.
     """
-    learning_rate: float = Field(2e-3, gt=0)
-    """AdamW learning rate of the heads. The gate lowers it when candidates get worse. Set it lower
-    when the heads are large and candidates are worse from the start.
+    learning_rate: float | None = Field(None, gt=0)
+    """AdamW learning rate of the heads in steps of `batch_positions`; smaller steps take the root
+    of their share of it. null: 0.512 / the actor's hidden size, so 2e-3 at 256 and 1.25e-4 at
+    4,096. The gate lowers it when candidates get worse. Set it lower when candidates are worse from
+    the start.
     """
     dtype: Literal["float32", "bfloat16"] | None = None
     """Number format of the companion's matrix products; null: bfloat16 on a GPU or CPU that has it,
@@ -46,8 +56,9 @@ class CompanionConfig(Section):
     rounding is the problem.
     """
     batch_positions: Count = 2048
-    """Positions (response tokens) in an optimizer step, over all workers. Set it lower when batches
-    are small: a batch should give ten steps or more.
+    """Maximum positions (response tokens) in an optimizer step, over all workers. There are fewer
+    if a pass over a batch would have fewer than ten steps, but not below 128. Set it lower when
+    heads learn too slowly from large batches, and the companion has time.
     """
     epochs: Count = 2
     """Maximum passes over each rollout batch; there are fewer if `share` has no room for them, or
@@ -104,6 +115,17 @@ class CompanionConfig(Section):
     """Name of a Ray resource (`ray start --resources`): the companion runs on nodes that have it;
     null: any node. Set it to give the companion a node of its own.
     """
+
+    def learning_rate_of(self, hidden_size: int) -> float:
+        """The learning rate of heads for an actor of this width."""
+        if self.learning_rate is not None:
+            return self.learning_rate
+        return RATE_AT_WIDTH / hidden_size
+
+    def steps_of(self, positions: int) -> int:
+        """Optimizer steps of a pass over so many positions."""
+        least = min(LEAST_STEPS, positions // LEAST_POSITIONS)
+        return max(1, least, -(-positions // self.batch_positions))
 
     @property
     def offload(self) -> bool:

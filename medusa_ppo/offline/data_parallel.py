@@ -43,7 +43,7 @@ from medusa_ppo.offline.scene import (
     on_device,
     training_device,
 )
-from medusa_ppo.offline.schedule import TrainingPlan, cosine_schedule, in_equal_steps
+from medusa_ppo.offline.schedule import TrainingPlan, cosine_schedule
 from medusa_ppo.runtime.hardware import usable_cores
 from medusa_ppo.runtime.processes import local_ray
 from medusa_ppo.runtime.rendezvous import Meeting, Place
@@ -147,9 +147,7 @@ class TrainingWorker:
         batch = self._states.batch(dealt[self._rank])
         before = self._trainer.state_dict()
         try:
-            report = self._trainer.train_batch(
-                batch, steps=self.plan.steps_of(dealt) if in_equal_steps(self._options) else None
-            )
+            report = self._trainer.train_batch(batch, steps=self.plan.steps_of(dealt))
         except BaseException:
             # A signal may have stopped it between two steps. Training will resume at the beginning
             # of the part, so the state must be that of its beginning.

@@ -35,7 +35,7 @@ from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.offline.collect import PROMPTS_PER_ROUND, chat_prompt, check_template, is_chat
 from medusa_ppo.offline.draft_tokens import draft_width
 from medusa_ppo.offline.hidden import GROUP_TOKENS, LEAST_GROUPS
-from medusa_ppo.offline.options import COMPANION, TrainOptions
+from medusa_ppo.offline.options import TrainOptions
 from medusa_ppo.offline.schedule import TrainingPlan
 from medusa_ppo.reports.run_files import PROMPT_IDS, RESPONSE_IDS
 from medusa_ppo.runtime.data import Row, load_rows, render_prompts, require_column, stream_rows
@@ -395,12 +395,12 @@ def train_scene(options: TrainOptions) -> Scene:
             ),
         )
     # The trainer's own section refuses it only when the responses are written.
-    if not 0 < options.learning_rate < math.inf:
+    if options.learning_rate is not None and not 0 < options.learning_rate < math.inf:
         raise ConfigError(
             "Heads can't be trained at this learning rate.",
             given=f"--learning-rate {options.learning_rate:g}",
-            expected=f"a number above 0, like {COMPANION.learning_rate:g}",
-            do="Correct --learning-rate.",
+            expected="a number above 0, like 0.002",
+            do="Correct --learning-rate, or leave it out.",
         )
     return read_scene(
         options.model,
@@ -440,6 +440,7 @@ def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
     hidden_bytes = options.max_train_tokens * model.hidden_size * width
     kept = min(hidden_bytes, options.cache_bytes)
     share = 1.0 if hidden_bytes <= options.cache_bytes else options.cache_bytes / hidden_bytes
+    options = options.for_text(options.max_train_tokens, model.hidden_size)
     steps = _planned_steps(options)
     rate = matrix_rate(compute, training_device())
     collect_s, train_s = _estimate(options, config, actor, share, rate)
@@ -467,7 +468,13 @@ def plan_training(options: TrainOptions) -> list[tuple[str, str]]:
             ),
         ),
         ("source", f"{source} ({scene.source.kind})"),
-        ("optimizer steps", f"about {steps} of up to {options.step_positions} positions"),
+        (
+            "optimizer steps",
+            (
+                f"about {steps} of up to {options.step_positions} positions, learning rate"
+                f" {options.learning_rate:.2g}"
+            ),
+        ),
         (
             "matrix rate here",
             f"{rate / 1e9:.0f} GFLOP/s in {compute} on {training_device()}, measured now",

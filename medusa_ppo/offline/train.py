@@ -69,7 +69,6 @@ from medusa_ppo.offline.scene import (
     running_engine,
     train_scene,
 )
-from medusa_ppo.offline.schedule import in_equal_steps
 from medusa_ppo.runtime.console import Advance, OfflineProgress
 from medusa_ppo.runtime.files import only_one_in, write_atomic
 from medusa_ppo.runtime.processes import StopSignals
@@ -86,7 +85,7 @@ than training itself.
 SAVE_EVERY_S = 30.0
 TIMES_A_SAVE = 20
 # Compared like a setting, so that a folder in another release's format is refused.
-RESUME_FORMAT = 2
+RESUME_FORMAT = 3
 POSITION = "position"
 UNREADABLE, BEGIN_ANEW = "The interrupted training can't be read.", "Start over with --fresh."
 
@@ -143,6 +142,11 @@ def _train(options: TrainOptions, scene: Scene | None, progress: OfflineProgress
             " temperatures are fitted"
         )
     training, held_out = split_samples(samples, HOLDOUT_FRACTION, HOLDOUT_TOKENS, options.seed)
+    width = AutoConfig.from_pretrained(options.model).get_text_config().hidden_size
+    options = options.for_text(sum(sample.written for sample in training), width)
+    progress.say(
+        f"Steps of {options.step_positions} positions, learning rate {options.learning_rate:.2g}"
+    )
     progress.say("Reading the hidden states of the holdout ...")
     with running_workers(options, training, held_out) as worker:
         progress.say(
@@ -428,9 +432,6 @@ class ResumeFolder:
         self._samples = self._folder / "samples.json"
         self._trainer = self._folder / "trainer.safetensors"
         self._settings = {"format_version": RESUME_FORMAT, **options.settings()}
-        if in_equal_steps(options):
-            # Version 0.3 cut these into other parts, and the position counts parts.
-            self._settings["parts_of_whole_steps"] = True
         # With only the settings there is nothing to resume, so they may differ.
         more_than_settings = len(list(self._folder.glob("*"))) > 1
         self.found = not options.fresh and more_than_settings

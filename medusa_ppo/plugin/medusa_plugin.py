@@ -317,6 +317,9 @@ class MedusaPlugin:
             advance,
             self._clock,
         )
+        if self._asks_choices:
+            # Its steps, without heads that could draft, are none of the first rollouts'.
+            self._engine.choices()
         batch = self._states_of(companion, rollouts, score)
         if batch is None:
             problem = "none of its responses was scored inside plugin.actor_forward"

@@ -164,9 +164,10 @@ def test_heads_follow_an_actor_that_is_trained_asynchronously(
         status = served.desk.status()
 
     versions = [batch.policy_version for batch in served.seen]
-    # A step takes a second, and the companion wants nothing while it trains.
-    assert len(versions) >= STEPS and versions == sorted(set(versions))
-    assert max(versions) >= (EPISODES - 1) * STEPS
+    # A step takes a second, and the companion wants nothing while it trains: how many it gets is a
+    # matter of the machine.
+    assert versions == sorted(set(versions))
+    assert min(versions) < STEPS and max(versions) >= (EPISODES - 1) * STEPS
     # Every row of a batch that it took, but for those with a single token or interrupted.
     rows = fmean(batch.hidden_MD.shape[0] + batch.left_out for batch in served.seen)
     assert rows >= 0.7 * PROMPTS * RESPONSES * TOKENS

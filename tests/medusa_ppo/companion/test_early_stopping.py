@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,7 +45,7 @@ def run(trainer: CountingTrainer, curve: list[float], seconds: float = 1e9) -> T
         BATCH,
         lambda: curve[min(trainer.looks, len(curve)) - 1],
         lambda: {"look": torch.tensor(trainer.looks)},
-        50,
+        3,
         seconds,
         clock=lambda: float(trainer.looks),
     )
@@ -56,7 +57,7 @@ def test_it_stops_when_nothing_rises_any_more_and_keeps_the_best() -> None:
     report = run(trainer, [0.1, 0.5, 0.9, 0.7, 0.6, 0.5, 0.95])
     assert trainer.looks == 3 + PATIENCE and trainer.kept == 3
     assert report.optimizer_steps == 5 * trainer.looks and report.rows == 9 * trainer.looks
-    assert trainer.passes == [LOOK_STEPS * 50 / 100] * trainer.looks
+    assert trainer.passes == [math.ceil(LOOK_STEPS / 3)] * trainer.looks
 
 
 def test_a_rise_that_is_next_to_none_is_none_but_the_best_is_kept() -> None:

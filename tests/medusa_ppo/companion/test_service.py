@@ -398,8 +398,9 @@ def test_saved_and_resumed_is_the_same_to_the_bit(chain, tmp_path: Path) -> None
     run_batches(straight, batches)
     first = CompanionService(arguments_for(task, tmp_path, "first"), tables_of(task))
     run_batches(first, batches[:3])
-    size = Path(first.save(str(tmp_path / "saved"))).stat().st_size
-    assert 0 <= size - first.state_bytes() < 0.1 * size, "all but the header"
+    saved = Path(first.save(str(tmp_path / "saved"))).read_bytes()
+    header = 8 + int.from_bytes(saved[:8], "little")
+    assert 0 <= len(saved) - header - first.state_bytes() < 100, "all but some numbers"
     first.close()
     second = CompanionService(
         arguments_for(task, tmp_path, "second", resume_from=str(tmp_path / "saved")),

@@ -4,6 +4,7 @@ not finite.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import gc
 from typing import Any
@@ -52,11 +53,12 @@ def make(
     lm_head: str = "shared",
     *,
     device: torch.device | None = None,
+    heads: MedusaHeads | None = None,
     **settings,
 ) -> HeadsTrainer:
     config = CompanionConfig(**{"batch_positions": 64, "learning_rate": 2e-2, **settings})
     torch.manual_seed(7)
-    heads = MedusaHeads(sizes(task, kind, lm_head))
+    heads = heads or MedusaHeads(sizes(task, kind, lm_head))
     if lm_head == "own":
         heads.init_own_lm_heads(task.lm_head_VD.float())
     return HeadsTrainer(
@@ -442,9 +444,9 @@ def test_replayed_batches_join_the_training(chain, device: torch.device) -> None
     assert together.optimizer_steps > alone.optimizer_steps
 
 
-@pytest.mark.parametrize(("epochs", "steps"), [(2, 2), (0.5, 1), (1.5, 2), (0.001, 1)])
+@pytest.mark.parametrize("epochs", [2, 0.5, 1.5, 0.001])
 def test_part_of_a_pass_goes_over_part_of_the_positions(
-    chain, device: torch.device, epochs: float, steps: int
+    chain, device: torch.device, epochs: float
 ) -> None:
     task = chain()
     batch = task.batch()
@@ -464,7 +466,70 @@ def test_part_of_a_pass_goes_over_part_of_the_positions(
         round(0.5 * part * of_older) for part in parts
     ]
     assert report.rows == sum(picks.shape[0] for picks in seen)
-    assert report.optimizer_steps == steps and report.tokens == round(min(1, epochs) * usable)
+    # 295 positions of a half, 591 of a whole pass: as many steps as have 128 positions or more.
+    assert report.optimizer_steps == sum(max(1, picks.shape[0] // 128) for picks in seen)
+    assert report.tokens == round(min(1, epochs) * usable)
+
+
+def test_no_step_is_made_of_what_is_left_over(chain, device: torch.device) -> None:
+    """AdamW moves the weights as far in a step of 6 positions as in one of 2,048."""
+    batch = chain().batch()
+    usable = look_up(batch, 3, False).usable_N.numel()
+    trainer = make(chain(), batch_positions=usable - 3, device=device)
+    taken = []
+    step = trainer._step
+    trainer._step = lambda sources, picks, loss: (
+        taken.append(picks.shape[0]) or step(sources, picks, loss)
+    )
+    for steps in (None, 2, 7):
+        taken.clear()
+        trainer.train_batch(batch, epochs=1, steps=steps)
+        assert sum(taken) == usable and max(taken) - min(taken) <= 1
+        assert len(taken) == (steps or max(2, usable // 128))
+
+
+def test_small_batches_are_cut_into_small_steps(chain, device: torch.device) -> None:
+    config = CompanionConfig()
+    assert [config.steps_of(count) for count in (0, 6, 127, 256, 2_054, 20_480, 20_481)] == [
+        1, 1, 1, 2, 10, 10, 11,
+    ]  # fmt: skip
+    assert CompanionConfig(batch_positions=64).steps_of(640) == 10
+    # Their step size is smaller by the root of their share.
+    trainer = make(chain(), batch_positions=2_048, learning_rate=None, device=device)
+    assert trainer._step_size(512) == 0.5 and trainer._step_size(2_048) == 1.0
+
+
+def test_the_default_step_size_falls_with_the_width() -> None:
+    config = CompanionConfig()
+    assert config.learning_rate_of(256) == pytest.approx(2e-3)
+    assert config.learning_rate_of(4096) == pytest.approx(1.25e-4)
+    assert CompanionConfig(learning_rate=1e-3).learning_rate_of(4096) == 1e-3
+
+
+def test_trained_heads_are_not_moved_by_a_whole_step_at_once(chain, device: torch.device) -> None:
+    """AdamW's first step moves each weight by the step size, whatever its gradient."""
+    task = chain()
+    untrained = make(task, learning_rate=1e-3, device=device)
+    batch = task.batch()
+    untrained.train_batch(batch, epochs=1)
+    assert untrained._step_size(10_000) == 1.0
+    trained = make(task, learning_rate=1e-3, device=device, heads=copy.deepcopy(untrained.heads))
+    before = trained.heads.trainable_state()
+    trained.train_batch(batch, epochs=1, steps=1)
+    moved = max(
+        float((after - before[name]).abs().max())
+        for name, after in trained.heads.trainable_state().items()
+    )
+    assert 0 < moved <= 1.01e-3 / 40
+    for _ in range(45):
+        trained.train_batch(batch, epochs=1, steps=1)
+    assert trained._step_size(10_000) == 1.0
+    # A new optimizer begins anew; one that goes on from a state, where it was.
+    again = make(task, learning_rate=1e-3, device=device)
+    again.load_state_dict(trained.state_dict())
+    assert again._step_size(10_000) == 1.0
+    trained.reset_to(before, moments=False)
+    assert trained._step_size(10_000) == 1 / 40
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -215,6 +215,22 @@ def test_the_engine_has_warm_heads_before_the_first_step(scene: Any, tmp_path: P
     assert set(values) <= set(names.describe()) and names.WARM_UP_S not in plugin.metrics()
 
 
+def test_its_steps_are_not_counted_among_those_of_the_first_rollouts(
+    scene: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the example's steps the report said that 45 % had no drafts: those of the warm-up."""
+    actor, engine, companion, plugin = scene
+    offer(companion, engine, tmp_path)
+    taken = [[{"running": 1, "steps": [8234, 0, 0, 0, 0], "speedup": 2.0}]]
+    monkeypatch.setattr(engine, "choices", lambda: taken.pop() if taken else [])
+    plugin.warm_up(PROMPTS, SAMPLING, scored(plugin, actor), tokens=100)
+    plugin.before_generation()
+    rollouts = engine.generate(PROMPTS, Sampling(seed=1))
+    plugin.rollout_ready(rollouts)
+    score(plugin, actor, rollouts, range(len(PROMPTS)))
+    assert names.DRAFT_CHOICES not in plugin.metrics()
+
+
 def test_the_steps_after_it_hand_over_as_ever(scene: Any, tmp_path: Path) -> None:
     actor, engine, companion, plugin = scene
     plugin.warm_up(PROMPTS, SAMPLING, scored(plugin, actor), tokens=100)
