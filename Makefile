@@ -28,7 +28,7 @@ flags=()
 	for where in $${PIP_FIND_LINKS:-}; do flags+=(--find-links "$$where"); done
 endef
 
-.PHONY: help setup setup-verl setup-openrlhf demo test test-slow test-gpu test-random test-chaos test-wheel test-contracts test-transformers test-vllm installs check docs format lock wheel audit clean
+.PHONY: help setup setup-verl setup-openrlhf demo test test-slow test-gpu test-random test-chaos test-wheel test-contracts test-transformers test-vllm installs pip-environment check docs format lock wheel audit clean
 
 help:  ## List the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -144,6 +144,12 @@ test-contracts: setup  ## What we rely on in TRL, verl, OpenRLHF and SkyRL, agai
 
 installs: setup  ## Resolve the install lines of docs/hooks.md with what each loop declares (asks the package index, installs nothing)
 	@.ci/installs $(VENV)
+
+# By pip, with all that a loop declares; not in CI, because it is gigabytes and minutes.
+PIP_ENVIRONMENTS ?= $(HOME)/.cache/medusa-ppo/pip
+
+pip-environment: setup  ## Make an environment by a loop's install line of docs/hooks.md, for a CPU, and train there: make pip-environment LOOP=trl
+	@.ci/pip_environment $(PIP_ENVIRONMENTS) "$(LOOP)" $(VENV)
 
 # The oldest transformers that pyproject.toml allows. Beside the environment, not in it.
 TRANSFORMERS ?= 5.5.3
