@@ -72,15 +72,14 @@ def write_vllm(folder: Path, version: str) -> None:
             for entry in old.infolist():
                 room, _, rest = entry.filename.partition("/")
                 data = old.read(entry)
-                if room.endswith(".dist-info"):
-                    if rest == "RECORD":
-                        continue
+                if not room.endswith(".dist-info"):
+                    wheel.add(entry, data)
+                elif rest != "RECORD":
                     if rest == "METADATA":
                         data = vllm_metadata(data.decode(), version).encode()
                     moved = zipfile.ZipInfo(f"{wheel.info}/{rest}", entry.date_time)
                     moved.external_attr = entry.external_attr
-                    entry = moved
-                wheel.add(entry, data)
+                    wheel.add(moved, data)
         wheel.close()
 
 
