@@ -323,8 +323,6 @@ class Cycle:
     def _judge(self, holdout: RolloutBatch) -> Verdict:
         """Apply the gate's verdict."""
         self._unjudged_rows = 0
-        self.replayed_version = self.version
-        self.replayed_policy_version = holdout.policy_version
         fault = find_fault(self.trainer.heads, self.serving) or find_fault(
             self.candidate, self.serving
         )  # The running mean may keep it small.
@@ -349,6 +347,9 @@ class Cycle:
             verdict = judge(
                 of_candidate, of_serving, of_frozen, self.evidence, self._config.gate_confidence
             )
+        # With the rows, not before: judging may take as long as some steps of the loop, which ask for
+        # the status meanwhile.
+        self.replayed_version, self.replayed_policy_version = self.version, holdout.policy_version
         self._obey(verdict)
         # These temperatures are for later versions: what is published must be what was judged.
         if verdict.publish:

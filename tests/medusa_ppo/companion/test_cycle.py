@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -289,6 +290,30 @@ def test_a_candidate_that_fell_behind_is_taken_back(chain) -> None:
         cycle.run(task.batch())
     assert cycle.version >= version
     assert length_of(cycle.candidate, task, task.batch(60)) > 2.2
+
+
+def test_estimates_keep_their_versions_while_the_next_batch_is_judged(chain) -> None:
+    """The status is asked for meanwhile: it gave the last judgement the next one's versions."""
+    task = chain()
+    cycle = make(task)
+    original, seen = cycle._measure, []
+
+    def told() -> tuple[Any, ...]:
+        return dict(cycle.rows), cycle.replayed_version, cycle.replayed_policy_version
+
+    def measure(*given: Any) -> Any:
+        seen.append(told())
+        return original(*given)
+
+    cycle._measure = measure
+    judged = []
+    for policy in range(4):
+        before = told()
+        seen.clear()
+        cycle.run(dataclasses.replace(task.batch(60), policy_version=policy))
+        assert seen and all(found == before for found in seen)
+        judged.append(cycle.replayed_policy_version)
+    assert judged == [0, 1, 2, 3]
 
 
 def test_trained_heads_find_the_step_size_that_suits_them(chain) -> None:
