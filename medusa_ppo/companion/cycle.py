@@ -347,7 +347,7 @@ class Cycle:
             verdict = judge(
                 of_candidate, of_serving, of_frozen, self.evidence, self._config.gate_confidence
             )
-        # With the rows, not before: judging may take as long as some steps of the loop, and they ask
+        # With the rows, not before: judging may take as long as some steps of the loop, which ask
         # for the status meanwhile.
         self.replayed_version, self.replayed_policy_version = self.version, holdout.policy_version
         self._obey(verdict)
