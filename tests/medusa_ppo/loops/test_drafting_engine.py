@@ -231,6 +231,9 @@ def test_the_warm_up_reads_the_actor_itself_and_leaves_it_as_it_was(
             )
             return Rollouts(tuple(map(tuple, prompts)), responses, Counters(), 1.0, sampling)
 
+        def choices(self) -> list[Any]:
+            return []
+
     prompts = [(1 + n, *range(2, 4 + n % 3)) for n in range(20)]
     companion = RecordingCompanion()
     engine: Any = DraftingEngine.__new__(DraftingEngine)
