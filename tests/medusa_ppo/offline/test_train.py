@@ -444,7 +444,7 @@ def test_a_training_of_an_older_version_is_refused(
 def test_little_text_is_learned_in_small_steps(
     options: TrainOptions, asked: dict[str, Any], tokens: int, positions: int, rate: float
 ) -> None:
-    """Of 8,041 positions heads learned 3.70 tokens a step in 64 steps, and 4.03 in 252."""
+    """From 9,000 tokens heads learned 1.852 tokens a step in few large steps, not 1.953."""
     defaults = TrainOptions(model="", data="", out=Path())
     found = replace(defaults, **asked).for_text(tokens, 256)
     assert found.batch_positions == positions

@@ -876,15 +876,21 @@ def test_without_heads_a_step_scheduled_ahead_has_drafts_that_any_q_allows() -> 
     assert (rows_2KV.isfinite().sum(2) == 1).all() and (rows_2KV[:, :, 0] == 0).all()
 
 
-def test_times_of_steps_are_those_of_a_runner_and_of_its_way_to_schedule() -> None:
-    """Otherwise V2 would choose by times that V1 had on the same machine."""
+def drafter_with_costs() -> Any:
+    """A drafter that knows all that the times of its steps are valid for."""
     drafter = Step().speculator.drafter
     config = drafter.vllm_config
     config.parallel_config = SimpleNamespace(tensor_parallel_size=1)
     config.model_config.hf_text_config = SimpleNamespace(hidden_size=D)
     config.model_config.enforce_eager = True
+    return drafter
+
+
+def test_times_of_steps_are_those_of_a_runner_and_of_its_way_to_schedule() -> None:
+    """Otherwise V2 would choose by times that V1 had on the same machine."""
+    drafter = drafter_with_costs()
     first = cost_key(drafter)
-    config.scheduler_config.async_scheduling = True
+    drafter.vllm_config.scheduler_config.async_scheduling = True
     ahead = cost_key(drafter)
     drafter.runner = "v1"
     assert (first["runner"], cost_key(drafter)["runner"]) == ("v2", "v1")
@@ -893,11 +899,7 @@ def test_times_of_steps_are_those_of_a_runner_and_of_its_way_to_schedule() -> No
 
 def test_times_of_steps_are_those_with_or_without_a_memory_and_early_ends() -> None:
     """With either of them V2 launches its kernels one by one on a GPU: three times as long."""
-    drafter = Step().speculator.drafter
-    config = drafter.vllm_config
-    config.parallel_config = SimpleNamespace(tensor_parallel_size=1)
-    config.model_config.hf_text_config = SimpleNamespace(hidden_size=D)
-    config.model_config.enforce_eager = True
+    drafter = drafter_with_costs()
     keys = []
     for settings in ({}, {"memory_bytes": 1 << 20}, {"memory_bytes": 0, "stop_below": 0.3}):
         drafter.configure(Drafting(**settings))
