@@ -31,6 +31,13 @@ CHECKED: dict[str, tuple[str, ...]] = {
 """Distribution (and its part) -> the minor versions for which tests/contracts/ compares classes and
 signatures with what we rely on; empty: it could never be run.
 """
+INSTALLED_OTHERWISE: dict[str, str] = {
+    # TRL takes several of vLLM's releases; with this one its environment was made and run.
+    "trl": "'trl[vllm]=={version}.*' 'vllm==0.31.*'",
+    # The extra that brings SkyRL's engine pins a package that PyPI lacks (docs/hooks.md).
+    "skyrl": "'skyrl[skyrl-train]=={version}.*'",
+}
+"""Distribution -> what pip is asked for beside us, where that isn't the loop with its `[vllm]`."""
 _told: set[str] = set()
 
 
@@ -41,10 +48,9 @@ def install_command(name: str) -> str:
     package = name.split(".")[0]
     if not CHECKED[name]:
         return "see docs/hooks.md"
-    # SkyRL's extra that brings an engine pins a package that PyPI lacks (docs/hooks.md).
-    engine = "" if package == "skyrl" else "[vllm]"
-    loop = f"{package}{engine}=={CHECKED[name][-1]}.*"
-    return f"pip install 'medusa-ppo[{package}]' '{loop}'"
+    loop = INSTALLED_OTHERWISE.get(package, f"'{package}[vllm]=={{version}}.*'")
+    loop = loop.format(version=CHECKED[name][-1])
+    return f"pip install 'medusa-ppo[{package}]' {loop}"
 
 
 def require_loop(name: str) -> str:
