@@ -26,7 +26,7 @@ ANY_PYTHON = "Wheel-Version: 1.0\nGenerator: medusa-ppo\nRoot-Is-Purelib: true\n
 
 
 class WheelFile:
-    """A wheel that is being written, with its record.
+    """A wheel that is being written, with its record. It has its name once it is complete.
 
     Attributes:
         info: the folder of its metadata.
@@ -34,7 +34,9 @@ class WheelFile:
 
     def __init__(self, folder: Path, name: str, version: str, tags: str) -> None:
         self.info = f"{name}-{version}.dist-info"
-        self._file = zipfile.ZipFile(folder / f"{name}-{version}-{tags}.whl", "w")
+        self._path = folder / f"{name}-{version}-{tags}.whl"
+        self._written = self._path.with_suffix(".part")
+        self._file = zipfile.ZipFile(self._written, "w")
         self._record: list[str] = []
 
     def add(self, entry: zipfile.ZipInfo, data: bytes) -> None:
@@ -46,6 +48,7 @@ class WheelFile:
         record = f"{self.info}/RECORD"
         self._file.writestr(record, "\n".join([*self._record, f"{record},,"]) + "\n")
         self._file.close()
+        self._written.rename(self._path)
 
 
 def vllm_metadata(metadata: str, version: str) -> str:

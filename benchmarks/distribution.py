@@ -73,6 +73,7 @@ LOOK_S = 0.05
 """Seconds between two looks into a feed: with the product's two, a run of a minute would see few
 versions.
 """
+STRUCTURED = "structured output"
 WORDS = "( [a-z]{1,9}){200}"
 """A grammar that forbids most of what the actor would write: digits, signs and capitals."""
 
@@ -137,7 +138,7 @@ SETTINGS = (
     ),
     Setting("preemption", cache_blocks=0.6),
     Setting(
-        "structured output", lambda rng: {"regex": WORDS}, engine={"skip_tokenizer_init": False}
+        STRUCTURED, lambda rng: {"regex": WORDS}, engine={"skip_tokenizer_init": False}
     ),
     Setting("swap and sync in flight", in_flight=True),
     Setting("feed and sync in flight", in_flight=True, fed=True),
@@ -595,10 +596,20 @@ def main() -> None:
         return
     if not (options.heads and options.data):
         parser.error("--heads and --data are needed")
-    names = options.settings or [s.name for s in SETTINGS]
+    every = [setting.name for setting in SETTINGS]
+    names = options.settings or every
+    if unknown := sorted(set(names) - set(every)):
+        parser.error(f"there is no setting {unknown}; there are {every}")
     bad = False
     with tempfile.TemporaryDirectory(prefix="medusa-ppo-pit-") as folder:
         stage = Stage.build(options, Path(folder))
+        tokens = stage.actors[0].config.vocab_size
+        pieces = len(AutoTokenizer.from_pretrained(options.model))
+        if STRUCTURED in names and tokens < pieces:
+            parser.error(
+                f"{STRUCTURED} needs an actor with all {pieces} tokens of its tokenizer (given:"
+                f" {tokens}); leave the setting out, or --vocab"
+            )
         sys.stdout.write(f"{HEAD}\n")
         # Fed engines come first: vLLM gets its hooks once in a process, those of a feed only if
         # one is named then; without one they do nothing.
