@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -31,16 +30,12 @@ from medusa_ppo.companion.client import CompanionClient
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.engines.launch import draft_vocabulary
+from medusa_ppo.runtime.console import say
 from medusa_ppo.runtime.hardware import find_hardware
 
 USED, LENGTH, SEQUENCES = 60, 100, 48
 """Tokens that occur, tokens of a response, and responses of a batch, each to its own prompt."""
 WAIT_S = 900.0
-
-
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def model_folder(folder: Path, hidden: int, vocab: int) -> Path:

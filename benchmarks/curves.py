@@ -47,6 +47,7 @@ from medusa_ppo.contract import metrics as names
 from medusa_ppo.reports.picture_files import frame, line, text
 from medusa_ppo.reports.run_files import read_run
 from medusa_ppo.reports.svg import nice_ticks
+from medusa_ppo.runtime.console import say
 from medusa_ppo.runtime.files import write_atomic
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -377,11 +378,6 @@ def picture(found: Sequence[Record]) -> str:
 
 
 # ---- commands
-
-
-def say(words: str) -> None:
-    sys.stdout.write(words + "\n")
-    sys.stdout.flush()
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:

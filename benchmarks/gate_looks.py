@@ -20,7 +20,6 @@ predecessor by so much, the share that `versions_worse` counts.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +29,7 @@ from heads.acceptance import ReplayResult
 from medusa_ppo.companion.cycle import CERTAIN
 from medusa_ppo.companion.gate import Evidence, judge
 from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.runtime.console import say
 
 CONFIDENCE = 0.95
 LATE = 16
@@ -132,12 +132,6 @@ def within(found: Sequence[int | None], counts: Sequence[int], late: int = 0) ->
         count: sum(batch is not None and batch <= late + count for batch in found) / len(found)
         for count in counts
     }
-
-
-def say(line: str) -> None:
-    """One line of the result, as soon as it is known."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def main() -> None:

@@ -29,7 +29,6 @@ import copy
 import logging
 import os
 import statistics
-import sys
 import tempfile
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -53,6 +52,7 @@ from medusa_ppo.ppo.learner import Learner
 from medusa_ppo.ppo.placement import REWARD
 from medusa_ppo.ppo.rewards import ModelReward
 from medusa_ppo.ppo.rollout_maker import RolloutMaker
+from medusa_ppo.runtime.console import say
 from medusa_ppo.runtime.processes import local_ray
 
 PROMPT_TOKENS = 64
@@ -183,11 +183,6 @@ def table(found: dict[str, list[Found]]) -> list[str]:
         f" ({min(ratios):.3f} to {max(ratios):.3f})"
     )
     return lines
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
 
 
 def configured(options: argparse.Namespace, name: str) -> RunConfig:

@@ -18,7 +18,6 @@ training and judging; then the means of the last four batches.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
@@ -42,6 +41,7 @@ from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.plugin import medusa_plugin
 from medusa_ppo.ppo.loop import run_ppo
 from medusa_ppo.ppo.run_progress import make_progress
+from medusa_ppo.runtime.console import say
 
 START = "start.pt"
 LAST = 4
@@ -137,12 +137,6 @@ def cycle_of(start: dict[str, Any], first: dict[str, Any], overrides: Sequence[s
         **{name: start[name] for name in SERVED if name in start},
     )
     return make_cycle(arguments, pack_tables(first["lm_head_VD"], first["embedding_VD"]))
-
-
-def say(line: str) -> None:
-    """Flushed at once, because a replay takes minutes."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def measured(cycle: Cycle, heads: MedusaHeads, batch: RolloutBatch, served: Served) -> float:

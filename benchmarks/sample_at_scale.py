@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import sys
 import time
 from typing import Any
 
@@ -34,6 +33,7 @@ from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.loops.passes import RowTap
+from medusa_ppo.runtime.console import say
 
 PROMPTS, SIBLINGS, LENGTH = 64, 16, 8192
 BFLOAT16 = 2
@@ -162,12 +162,6 @@ def judge(kind: str, count: int) -> None:
         f" heads: forward products {inside:.1f} s, judging {whole:.1f} s: {ratios[1]:.2f}"
         f" ({ratios[0]:.2f} to {ratios[2]:.2f}); of it the walk over stops {walk:.2f} s"
     )
-
-
-def say(line: str) -> None:
-    """One line of the result, as soon as it is known."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def main() -> None:

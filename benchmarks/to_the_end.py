@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +34,7 @@ from medusa_ppo.ppo.generation import PromptStream
 from medusa_ppo.ppo.run_warm_up import prompts_of
 from medusa_ppo.reports.run_files import LOGPROBS, PROMPT_IDS, RESPONSE_IDS, ROLLOUTS_FOLDER
 from medusa_ppo.reports.store import read_run
-from medusa_ppo.runtime.console import OfflineProgress
+from medusa_ppo.runtime.console import OfflineProgress, say
 
 NEW_TOKENS = 112
 QUESTIONS = 150
@@ -58,11 +57,6 @@ def learned(run: Path, model: str, steps: int) -> Iterator[dict[str, Any]]:
                 }
     for file in sorted((run / ROLLOUTS_FOLDER).glob("step-*.jsonl"))[:steps]:
         yield from map(json.loads, file.read_text().splitlines())
-
-
-def say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
 
 
 def main() -> None:

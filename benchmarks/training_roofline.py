@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -34,17 +33,13 @@ from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.config.heads_section import HeadsSection
 from medusa_ppo.contract.rollout_batch import RolloutBatch
+from medusa_ppo.runtime.console import say
 from medusa_ppo.runtime.hardware import cpu_has_bfloat16, processor_name
 from medusa_ppo.runtime.kept_memory import keep_freed_memory
 
 LENGTH, PROMPT = 512, 128
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-
-
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 class Products(TorchDispatchMode):

@@ -1,5 +1,5 @@
-"""What stands in for CUDA in a training with the real OpenRLHF on a CPU. Each replacement is named
-here, in REPLACED, and nowhere else.
+"""What stands in for CUDA in a training with the real OpenRLHF on a CPU. docs/hooks.md, "What
+stands in for CUDA", names each.
 
     python openrlhf_on_cpu.py --medusa heads.yaml ...
 
@@ -23,27 +23,6 @@ import torch
 
 from medusa_ppo.loops.verl.verl_plugin import AfterImport
 
-REPLACED = {
-    "flash_attn": (
-        "imported by OpenRLHF at the top of its modules and never called here: empty modules"
-    ),
-    "torch.cuda.current_device, set_device, synchronize, current_stream": (
-        "the CPU, and nothing to wait for"
-    ),
-    "openrlhf.utils.deepspeed.deepspeed.init_device_mesh": (
-        "a mesh of device cpu, where OpenRLHF asks for cuda"
-    ),
-    "vllm...pynccl.PyNcclCommunicator": (
-        "the tensors go through the store of vLLM's StatelessProcessGroup, which OpenRLHF opens"
-    ),
-    "openrlhf...WorkerWrap.update_weight": (
-        "no cuda buffer; loaded by vLLM's reload_weights, because its CPU build packs its weights"
-    ),
-    "deepspeed FusedAdam": (
-        "DeepSpeed's own torch_adam switch: its fused kernel would have to be compiled"
-    ),
-    "GPUs": "Ray is told of GPUs that are not there",
-}
 FLASH_ATTN = {
     "flash_attn": (),
     "flash_attn.bert_padding": ("index_first_axis", "pad_input", "rearrange", "unpad_input"),
@@ -74,7 +53,9 @@ class StoreBroadcast:
 
 
 class CpuWorker:
-    """Joined with the worker extension in vLLM, before OpenRLHF's: see REPLACED."""
+    """Joined with the worker extension in vLLM, before OpenRLHF's: no buffer on cuda, and loaded by
+    `reload_weights`, because vLLM's CPU build packs its weights.
+    """
 
     def update_weight(
         self: Any, name: str, dtype: torch.dtype, shape: Any, empty_cache: bool = False
@@ -118,7 +99,7 @@ def without_flash_attn() -> None:
 
 
 def prepare() -> None:
-    """Put everything that REPLACED names into this process."""
+    """Put what this process needs of it in its place."""
     without_flash_attn()
     torch.cuda.current_device = lambda: Cpu("cpu")  # type: ignore[assignment, return-value]
     for name in ("set_device", "synchronize", "current_stream"):

@@ -1,5 +1,5 @@
-"""What stands in for CUDA in a training with the real verl on a CPU. Each replacement is named
-here, in REPLACED, and nowhere else.
+"""What stands in for CUDA in a training with the real verl on a CPU. docs/hooks.md, "What
+stands in for CUDA", names each.
 
 verl imports this file in each of its processes: VERL_USE_EXTERNAL_MODULES=verl_on_cpu
 VERL_PLATFORM=medusa-test-cpu VERL_ENGINE_DEVICE=cuda (tests/contracts/test_verl_training.py). The
@@ -20,33 +20,12 @@ import torch
 PLATFORM = "medusa-test-cpu"
 ENGINE = "vllm.v1.engine.async_llm"
 EXTENSION = "verl.workers.rollout.vllm_rollout.utils"
-REPLACED = {
-    "verl.plugin.platform.PlatformCUDA": (
-        "a platform of ours: device cpu, gloo, weights through shared memory; Ray is told of a GPU"
-        " that is not there"
-    ),
-    "verl.utils.distributed.initialize_global_process_group_ray": (
-        "backend gloo, where verl would ask for `cpu:gloo,cpu:gloo`"
-    ),
-    "verl...EngineRegistry": (
-        "the FSDP engine, registered for CUDA, is taken for the CPU (VERL_ENGINE_DEVICE, verl's own"
-        " switch)"
-    ),
-    "verl...vLLMColocateWorkerExtension.update_weights_from_ipc": (
-        "verl's own receiver; what came is loaded by vLLM's reload_weights, because its CPU build"
-        " packs its weights"
-    ),
-    "vllm...AsyncLLM.pause_generation": (
-        "where vLLM has no `wait_for_inflight_requests` any more (0.32; verl 0.9 is made for 0.24):"
-        " `mode`, which took its place. Not for want of CUDA"
-    ),
-}
 
 
 def load_by_vllm(
     self: Any, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = False
 ) -> None:
-    """In the place of `update_weights_from_ipc`: see REPLACED."""
+    """In the place of `update_weights_from_ipc`: vLLM's CPU build packs its weights."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
     came: dict[str, torch.Tensor] = {}
