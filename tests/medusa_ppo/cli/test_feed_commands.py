@@ -10,23 +10,16 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from heads.errors import ConfigError, FeedError
-from medusa_ppo.cli.app import app
 from medusa_ppo.engines.http_server import free_port
 from medusa_ppo.feeds.feed import Feed
 from medusa_ppo.feeds.feed_manifest import MANIFEST
 from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.feeds.http_feed import FEED_TOKEN, open_feed
 from medusa_ppo.runtime.guarded_server import require_free_address
+from tests.medusa_ppo.cli.test_cli import run
 from tests.medusa_ppo.feeds.conftest import heads_file, release
-
-
-def run(*arguments: str, code: int) -> str:
-    result = CliRunner().invoke(app, list(arguments))
-    assert result.exit_code == code, result.output
-    return result.output
 
 
 def answers(feed: Feed) -> bool:

@@ -72,21 +72,30 @@ def take(tensor: torch.Tensor, index: Any) -> torch.Tensor:
     return tensor
 
 
-class NoCopies(TorchDispatchMode):
+def devices(values: Any) -> set[str]:
+    """Kinds of the devices that these values, or this one, are on."""
+    found = values if isinstance(values, tuple | list) else [values]
+    return {value.device.type for value in found if isinstance(value, torch.Tensor)}
+
+
+class NoReads(TorchDispatchMode):
     """An operation whose result is on another device than what it was given is an error; reading a
-    value of a fake tensor is one anyway.
+    value of a fake tensor is one anyway. The host may compute with what it has.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {value.device.type for value in args if isinstance(value, torch.Tensor)}
-        made = {
-            value.device.type
-            for value in (result if isinstance(result, tuple | list) else [result])
-            if isinstance(value, torch.Tensor)
-        }
+        given, made = devices(args), devices(result)
         assert not given or made <= given, f"{func} goes from {given} to {made}"
-        assert "cpu" not in given | made, f"{func} works on the host"
+        return result
+
+
+class NoCopies(NoReads):
+    """The host does nothing either."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        assert "cpu" not in devices(args) | devices(result), f"{func} works on the host"
         return result
 
 

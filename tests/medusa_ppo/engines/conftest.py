@@ -169,6 +169,10 @@ class DrawnDrafts:
     q_KV: torch.Tensor
 
 
+def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
+    return [response.token_ids for response in rollouts.responses]
+
+
 def drafter_of(engine: ColocatedEngine) -> Any:
     return engine._running().llm_engine.model_executor.driver_worker.worker.model_runner.drafter
 

@@ -21,7 +21,7 @@ from medusa_ppo.engines import colocated
 from medusa_ppo.engines.calibration import measure
 from medusa_ppo.engines.colocated import ColocatedEngine
 from tests.medusa_ppo.conftest import cpu_alone, eager_on_a_gpu
-from tests.medusa_ppo.engines.conftest import HEADS
+from tests.medusa_ppo.engines.conftest import HEADS, drafter_of
 
 if TYPE_CHECKING:
     from tests.medusa_ppo.engines.conftest import Actor
@@ -44,10 +44,6 @@ def config(engine_config: EngineConfig) -> EngineConfig:
     return engine_config.model_copy(update={"num_drafts": "auto", "max_num_seqs": SEQUENCES})
 
 
-def proposer_of(engine: ColocatedEngine) -> Any:
-    return engine._running().llm_engine.model_executor.driver_worker.worker.model_runner.drafter
-
-
 @eager_on_a_gpu
 def test_it_times_its_steps_once_and_then_knows_them(
     actor: Actor, config: EngineConfig, cache: Path, caplog: pytest.LogCaptureFixture
@@ -60,7 +56,7 @@ def test_it_times_its_steps_once_and_then_knows_them(
         assert engine.note.startswith("Timed ") and engine.note in caplog.text
         assert engine.counters() == Counters(0, 0, 0, (0,) * HEADS)
         assert engine.choices() == [], "those steps are nobody's"
-        found = proposer_of(engine).chooser.table.kinds
+        found = drafter_of(engine).chooser.table.kinds
         assert {kind[0] for kind in found} >= {0, 3} and {kind[1] for kind in found} == {
             *range(HEADS + 1)
         }
@@ -81,7 +77,7 @@ def test_it_times_its_steps_once_and_then_knows_them(
     kept.write_text(json.dumps(raw))
     with ColocatedEngine(actor.path, cache.parent / "heads", config) as engine:
         assert engine.note.startswith("Step times from an earlier start")
-        table = proposer_of(engine).chooser.table
+        table = drafter_of(engine).chooser.table
         assert {
             (row["running"], row["drafts"]): pytest.approx(row["seconds"]) for row in raw["rows"]
         } == {(row["running"], row["drafts"]): row["seconds"] for row in table.rows()}
@@ -97,7 +93,7 @@ def test_a_calibration_leaves_nothing_behind(actor: Actor, config: EngineConfig)
         update={"num_drafts": HEADS, "draft_vocab": 400, "memory_bytes": 100_000}
     )
     with ColocatedEngine(actor.path, actor.heads_path, fixed) as engine:
-        proposer = proposer_of(engine)
+        proposer = drafter_of(engine)
 
         def asked() -> list[Any]:
             engine.configure(memory_bytes=0)

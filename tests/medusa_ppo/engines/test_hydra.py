@@ -15,7 +15,7 @@ import torch
 from heads.checkpoint import save_heads, save_state
 from heads.modules import MedusaHeads
 from medusa_ppo.config.engine_section import EngineConfig
-from medusa_ppo.contract.rollouts import Rollouts, Sampling
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.drafting.core import DraftingCore
 from medusa_ppo.drafting.slots import DraftSlots, KeptDrafts
 from medusa_ppo.engines.colocated import ColocatedEngine
@@ -29,6 +29,7 @@ from tests.medusa_ppo.engines.conftest import (
     Actor,
     DrawnDrafts,
     assert_greedy,
+    tokens,
     watch_drafts,
 )
 
@@ -174,10 +175,6 @@ def test_with_a_context_the_engine_draws_from_the_q_that_replay_sees(
     elif how == "known prompts":
         assert len(cached) == len(prompts) and min(cached) > 200
     assert_drawn_as_replayed(actor, context_heads, seen[:: max(1, len(seen) // 40)], serving)
-
-
-def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
-    return [response.token_ids for response in rollouts.responses]
 
 
 def test_with_a_context_greedy_tokens_are_those_without_drafts(

@@ -11,14 +11,9 @@ import pytest
 
 from heads.checkpoint import save_heads
 from medusa_ppo.config.engine_section import EngineConfig
-from medusa_ppo.contract.rollouts import Rollouts, Sampling
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
-from tests.medusa_ppo.engines.conftest import HEADS, TIED, Actor, assert_greedy
-
-
-def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
-    return [response.token_ids for response in rollouts.responses]
-
+from tests.medusa_ppo.engines.conftest import HEADS, TIED, Actor, assert_greedy, tokens
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.timeout(1500)]
 GREEDY = Sampling(temperature=0.0, max_new_tokens=128, ignore_eos=True)

@@ -9,7 +9,6 @@ import logging
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +21,7 @@ from heads import heads_config
 from heads.checkpoint import save_heads, save_state
 from heads.modules import MedusaHeads
 from medusa_ppo.config.engine_section import EngineConfig
-from medusa_ppo.contract.rollouts import Rollouts, Sampling
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.http_server import ServerEngine
 from medusa_ppo.engines.launch import draft_vocabulary, read_heads_config
@@ -39,7 +38,8 @@ from medusa_ppo.vllm_plugin.self_feeding import FEEDER
 from medusa_ppo.vllm_plugin.speculation import FEED, speculation
 from medusa_ppo.vllm_plugin.worker_calls import DRAFTING, Drafting
 from tests.medusa_ppo.conftest import cpu_alone, on_two_gpus
-from tests.medusa_ppo.engines.conftest import HEADS, TIED, Actor, assert_greedy
+from tests.medusa_ppo.engines.conftest import HEADS, TIED, Actor, assert_greedy, tokens
+from tests.medusa_ppo.feeds.conftest import until
 
 pytestmark = pytest.mark.engine
 GREEDY = Sampling(temperature=0.0, max_new_tokens=48, ignore_eos=True)
@@ -48,18 +48,8 @@ LONG = Sampling(temperature=0.0, max_new_tokens=224, ignore_eos=True)
 VERSIONS = 50
 
 
-def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
-    return [response.token_ids for response in rollouts.responses]
-
-
 def core_of(engine: ColocatedEngine) -> Any:
     return engine._running().llm_engine.engine_core.engine_core
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """The test's own time limit ends it."""
-    while not condition():
-        time.sleep(0.005)
 
 
 def take_newest(engine: ColocatedEngine, actor: Actor, watch: FeedWatch, version: int) -> None:

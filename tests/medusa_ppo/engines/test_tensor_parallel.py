@@ -13,21 +13,17 @@ import pytest
 
 from heads.checkpoint import save_heads, save_state
 from medusa_ppo.config.engine_section import EngineConfig
-from medusa_ppo.contract.rollouts import Rollouts, Sampling
+from medusa_ppo.contract.rollouts import Sampling
 from medusa_ppo.engines.colocated import ColocatedEngine
 from tests.medusa_ppo.conftest import CPU, EAGER
 from tests.medusa_ppo.engines import noisy_ranks
-from tests.medusa_ppo.engines.conftest import HEADS, TIED, Actor, assert_greedy
+from tests.medusa_ppo.engines.conftest import HEADS, TIED, Actor, assert_greedy, tokens
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
     pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs a core for each rank"),
 ]
-
-
-def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
-    return [response.token_ids for response in rollouts.responses]
 
 
 on_ranks = pytest.mark.parametrize(

@@ -41,6 +41,7 @@ from tests.medusa_ppo.engines.conftest import (
     honesty_z,
     most_placeholders,
     sampled_rows,
+    tokens,
 )
 from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
@@ -55,10 +56,6 @@ stock_speculates = pytest.mark.skipif(
     reason="vLLM's CPU build of this release can't without patches, or has no Medusa",
 )
 GREEDY = Sampling(temperature=0.0, max_new_tokens=64, ignore_eos=True)
-
-
-def tokens(rollouts: Rollouts) -> list[tuple[int, ...]]:
-    return [response.token_ids for response in rollouts.responses]
 
 
 def assert_as_greedy(

@@ -50,6 +50,12 @@ def release(version: int, of: FeedActor | None = None) -> Release:
     )
 
 
+def until(condition: Callable[[], bool]) -> None:
+    """The test's own time limit ends it."""
+    while not condition():
+        time.sleep(0.005)
+
+
 @dataclass(frozen=True)
 class Place:
     """A feed, and the folder that it is in."""

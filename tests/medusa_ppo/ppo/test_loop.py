@@ -50,6 +50,13 @@ class Numbers:
         return [" ".join(str(i) for i in row if i or not skip_special_tokens) for row in ids]
 
 
+class Steps(Numbers):
+    """Each token is a step."""
+
+    def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool = False) -> list[str]:
+        return ["".join(f"{token}|" for token in row if token) for row in ids]
+
+
 def identity(prompt: str, response: str, row: dict) -> float:
     """Share of the response's three places that repeat the prompt."""
     return sum(word == prompt for word in response.split()) / 3
@@ -488,19 +495,13 @@ def test_an_adaptive_coefficient_follows_the_kl_of_the_steps(
 def test_rewards_of_steps_teach_which_step_was_right(tmp_path: Path, tiny_actor, sampling_engine):
     """Each token is a step here; a 3 as the second one is all that is paid for, and is learned."""
 
-    class LoopSteps(Numbers):
-        def batch_decode(
-            self, ids: list[list[int]], skip_special_tokens: bool = False
-        ) -> list[str]:
-            return ["".join(f"{token}|" for token in row if token) for row in ids]
-
     def second(prompt: str, response: str, row: dict) -> list[float]:
         words = [word for word in response.split("|") if word] or [""]
         return [float(n == 1 and word == "3") for n, word in enumerate(words)]
 
     config = settings(tmp_path, steps=12, epochs=4, step_separator="|")
     scene = LoopScene(config, tiny_actor(), sampling_engine)
-    scene.parts.tokenizer = LoopSteps()
+    scene.parts.tokenizer = Steps()
     scene.parts.reward = CallableReward(second, "second")
     rewards = [step[names.REWARD_MEAN] for step in scene.run()]
     assert rewards[0] < 0.2 and sum(rewards[-3:]) / 3 > 0.3, rewards

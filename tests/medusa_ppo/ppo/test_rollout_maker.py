@@ -28,7 +28,7 @@ from medusa_ppo.ppo.run_progress import Timeline
 from medusa_ppo.ppo.scores import Scores
 from medusa_ppo.ppo.token_stats import token_stats
 from tests.medusa_ppo.conftest import RecordingCompanion
-from tests.medusa_ppo.ppo.test_loop import LoopScene, Numbers, settings
+from tests.medusa_ppo.ppo.test_loop import LoopScene, Steps, settings
 
 CLOCKED = ("_s", "idle_frac", "_gib", names.SYNC_BYTES)
 WAIT_S = 60.0
@@ -247,12 +247,6 @@ def test_an_engine_that_fails_half_way_is_its_error(tmp_path: Path, tiny_actor, 
 
 
 def test_rewards_of_steps_come_by_pieces_too(tmp_path: Path, tiny_actor, sampling_engine):
-    class PieceSteps(Numbers):
-        def batch_decode(
-            self, ids: list[list[int]], skip_special_tokens: bool = False
-        ) -> list[str]:
-            return ["".join(f"{token}|" for token in row if token) for row in ids]
-
     def each(prompt: str, response: str, row: dict) -> list[float]:
         return [
             float(word == "3") for word in [word for word in response.split("|") if word] or [""]
@@ -270,7 +264,7 @@ def test_rewards_of_steps_come_by_pieces_too(tmp_path: Path, tiny_actor, samplin
             tiny_actor(),
             sampling_engine,
         )
-        scene.parts.tokenizer = PieceSteps()
+        scene.parts.tokenizer = Steps()
         scene.parts.reward = CallableReward(each, "each")
         found.append(([step[names.REWARD_MEAN] for step in scene.run()], scene.weights()))
     assert found[0][0] == found[1][0] and torch.equal(found[0][1], found[1][1])

@@ -5,10 +5,10 @@ nothing.
 from __future__ import annotations
 
 import re
-from html.parser import HTMLParser
 from typing import Any
 
 from medusa_ppo.reports.evaluation import draw_intervals, lines, markdown_report, render_eval_page
+from tests.medusa_ppo.reports.test_html import parsed
 
 
 def figures(length: float, other: float | None = None) -> dict[str, Any]:
@@ -53,26 +53,6 @@ def result(compare: bool = True) -> dict[str, Any]:
     }
 
 
-class Tags(HTMLParser):
-    """Open tags, to see that all are closed, and everything that names another place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.places: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        if tag not in ("meta", "link", "br"):
-            self.open.append(tag)
-        self.places += [value or "" for name, value in attrs if name in ("src", "href")]
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.places += [value or "" for name, value in attrs if name in ("src", "href")]
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-
 def test_markdown_holds_every_table() -> None:
     text = markdown_report(result())
     assert text.count("\n## ") == 5 and "| algebra | 1.600 | 1.550 to 1.650 |" in text
@@ -109,14 +89,9 @@ def test_the_terminal_shows_the_same_figures() -> None:
 def test_the_page_is_whole_and_loads_nothing() -> None:
     for compare in (True, False):
         page = render_eval_page(result(compare))
-        tags = Tags()
-        tags.feed(page)
-        assert (
-            not tags.open
-            and tags.places == ["data:,"]
-            and "<b>&|" not in page
-            and "default-src 'none'" in page
-        )
+        attributes = parsed(page).attributes
+        assert [value for _, name, value in attributes if name in ("src", "href")] == ["data:,"]
+        assert "<b>&|" not in page and "default-src 'none'" in page
         assert "1.850" in page and page.count("<table") == 5 and ("paired" in page) is compare
 
 

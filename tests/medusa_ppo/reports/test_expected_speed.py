@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from medusa_ppo.reports.expected_speed import expected_speed
-from medusa_ppo.reports.findings import find
 from medusa_ppo.reports.run_files import Run, read_run
-from medusa_ppo.reports.summary import build_summary
+from tests.medusa_ppo.reports.test_findings import codes
 
 LLAMA = {
     "model_type": "llama",
@@ -55,10 +54,6 @@ def on_a_gpu(make_run: Callable[..., Path], tmp_path: Path) -> Callable[..., Run
         return read_run(folder)
 
     return make
-
-
-def codes(run: Run) -> list[str]:
-    return [finding.code for finding in find(run, build_summary(run))]
 
 
 def test_a_run_on_a_known_gpu_is_predicted_from_what_it_had(

@@ -5,8 +5,7 @@ and asks no second time for what was bad.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,7 @@ from medusa_ppo.feeds.folder_feed import FolderFeed
 from medusa_ppo.runtime import files
 from medusa_ppo.vllm_plugin import feed_watch
 from medusa_ppo.vllm_plugin.feed_watch import FeedWatch, Fetched
-from tests.medusa_ppo.feeds.conftest import actor, heads_file, release
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """The test's own time limit ends it."""
-    while not condition():
-        time.sleep(0.005)
+from tests.medusa_ppo.feeds.conftest import actor, heads_file, release, until
 
 
 @pytest.fixture

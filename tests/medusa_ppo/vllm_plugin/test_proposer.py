@@ -30,21 +30,17 @@ from medusa_ppo.drafting.running_memory import RunningMemory
 from medusa_ppo.drafting.slots import DraftSlots, Seating
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.verify import DraftRows, Rule, verify_rows
-from medusa_ppo.vllm_plugin import rank_agreement, v1_runner
+from medusa_ppo.vllm_plugin import v1_runner
 from medusa_ppo.vllm_plugin.calibrating import Calibrating
 from medusa_ppo.vllm_plugin.confirm import find_difference, fingerprint
 from medusa_ppo.vllm_plugin.proposer import MARK, MedusaProposer
 from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 D, V, K, PAIRS = 8, 10, 2, 4
 CPU = torch.device("cpu")
 MANY = 30_000
 MOST_TOKENS = 64
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
 
 class ProposerStep:

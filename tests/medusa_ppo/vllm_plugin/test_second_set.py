@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,21 +17,17 @@ from heads.errors import SwapError
 pytest.importorskip("vllm")
 
 from medusa_ppo.drafting.core import DraftingCore
-from medusa_ppo.vllm_plugin import rank_agreement, target_tables
+from medusa_ppo.vllm_plugin import target_tables
 from medusa_ppo.vllm_plugin.confirm import fixed_inputs, fixed_sampling, what_is_seen
 from medusa_ppo.vllm_plugin.int8_products import packed_linear
 from medusa_ppo.vllm_plugin.proposer import MedusaProposer
 from medusa_ppo.vllm_plugin.second_set import NICE, SecondSet, begin_beside
 from tests.medusa_ppo.vllm_plugin.test_proposer import PAIRS, ProposerStep, V
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 FORMS = {"alone": (0, 0), "context": (PAIRS, 0), "copying": (PAIRS, 2)}
 """Pairs of a context, and parts of the attention that copies."""
 W = 4
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
 
 @pytest.fixture(params=FORMS.values(), ids=FORMS)

@@ -21,7 +21,7 @@ import pytest
 
 from heads.heads_config import HeadsConfig
 from medusa_ppo.feeds.folder_feed import FolderFeed
-from medusa_ppo.vllm_plugin import feed_watch, rank_agreement, self_feeding, worker_extension
+from medusa_ppo.vllm_plugin import feed_watch, self_feeding, worker_extension
 from medusa_ppo.vllm_plugin.feed_watch import FeedWatch
 from medusa_ppo.vllm_plugin.self_feeding import MOST_FAULTS, EngineFeeder
 from medusa_ppo.vllm_plugin.speculation import FEED
@@ -103,13 +103,14 @@ class Core:
 
 
 @pytest.fixture
-def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+def published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
+) -> Callable[[int], None]:
     """published(number): a version of a feed that engines of this test look at."""
     monkeypatch.setattr(feed_watch, "LOOK_S", 0.01)
     monkeypatch.setattr(self_feeding, "ASK_S", 0.0)
     monkeypatch.setattr(self_feeding, "VERSION_S", 0.0)
     monkeypatch.setattr(worker_extension, "require_active", list)
-    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     monkeypatch.setenv(FEED, str(tmp_path / "feed"))
     feed = FolderFeed(tmp_path / "feed")
 

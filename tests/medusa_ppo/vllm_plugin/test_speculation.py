@@ -178,6 +178,7 @@ def test_a_tied_lm_head_is_no_module_of_its_own() -> None:
     refuse_quantised_lm_head(target)
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     ("batched", "scheduled", "said"),
     [
@@ -198,12 +199,11 @@ def test_an_engine_says_that_sequences_wait_for_room_in_a_step(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nothing else shows it: with 2,048 tokens, 103 of 512 sequences stood still."""
-    from medusa_ppo.vllm_plugin import proposer, rank_agreement
+    from medusa_ppo.vllm_plugin import proposer
 
     made: Any = proposer.MedusaProposer
     if runner == "v2":
         made = pytest.importorskip("medusa_ppo.vllm_plugin.speculator").HeldHeads
-    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
     hidden_size, vocab_size = 8, 12
     heads = MedusaHeads(HeadsConfig(hidden_size, vocab_size, 4, "hydra", context=4, copy_parts=2))
     save_heads(tmp_path / "heads", heads)

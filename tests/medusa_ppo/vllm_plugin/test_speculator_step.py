@@ -27,7 +27,7 @@ from medusa_ppo.drafting.q_rows import VerifiedRows
 from medusa_ppo.drafting.slots import DraftSlots
 from medusa_ppo.drafting.stopping import Stopping
 from medusa_ppo.drafting.texts import Copier, TextRing
-from medusa_ppo.vllm_plugin import proposer, rank_agreement
+from medusa_ppo.vllm_plugin import proposer
 from medusa_ppo.vllm_plugin.confirm import fingerprint
 from medusa_ppo.vllm_plugin.cost_key import cost_key
 from medusa_ppo.vllm_plugin.running_requests import Admitted
@@ -43,12 +43,8 @@ from medusa_ppo.vllm_plugin.speculator import (
 from medusa_ppo.vllm_plugin.worker_calls import Drafting
 from tests.medusa_ppo.vllm_plugin.deep_sleep import tensors_of, throw_away
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 D, V, K, B, SLOTS = 8, 1 << 14, 2, 3, 5
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
 
 class Step:

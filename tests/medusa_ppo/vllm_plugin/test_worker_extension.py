@@ -14,15 +14,10 @@ import torch
 from safetensors.torch import save_file
 
 from heads.errors import SwapError
-from medusa_ppo.vllm_plugin import rank_agreement
 from medusa_ppo.vllm_plugin.worker_extension import MedusaWorker
 
+pytestmark = pytest.mark.usefixtures("one_rank")
 D, V = 8, 50
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_agreement, "get_tp_group", lambda: SimpleNamespace(world_size=1))
 
 
 def worker(model: str, lm_head_VD: torch.Tensor) -> Any:
