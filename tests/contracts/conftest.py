@@ -107,6 +107,14 @@ def small_actor(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture
+def local_ray() -> Iterator[None]:
+    from medusa_ppo.runtime.processes import local_ray as start
+
+    with start(cpus=2):
+        yield
+
+
 ROWS = [((5, 6), (1, 2)), ((7,), (3, 3, 4)), ((5, 6), (9,))]
 """Prompts and responses of a small scoring pass."""
 

@@ -8,7 +8,6 @@ import asyncio
 import contextlib
 import inspect
 import os
-import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,22 +34,13 @@ from medusa_ppo.loops.remote import RemoteAttachment
 from medusa_ppo.loops.worker_tap import COMPANION, masked_rows
 from medusa_ppo.plugin.medusa_plugin import heads_for_table
 from medusa_ppo.vllm_plugin.speculation import FEED
+from tests.contracts.sources import position, source
 
 
 def parameters(function: Callable[..., Any]) -> list[str]:
     return [
         name for name in inspect.signature(function).parameters if not name.startswith("_ray")
     ]  # Ray adds one to its actors' methods
-
-
-def source(thing: Any) -> str:
-    return textwrap.dedent(inspect.getsource(thing))
-
-
-def position(text: str, *parts: str) -> list[int]:
-    found = [text.index(part) for part in parts]
-    assert found == sorted(found), parts
-    return found
 
 
 def test_the_installed_version_is_a_checked_one():
@@ -608,14 +598,6 @@ def test_what_the_heads_cannot_be_combined_with_is_refused_by_name(
     with pytest.raises(ConfigError, match=FEED):
         refuse("OpenRLHF", ours.unsupported(args))
     refuse("OpenRLHF", ours.unsupported(args, tapped=True))
-
-
-@pytest.fixture
-def local_ray() -> Iterator[None]:
-    from medusa_ppo.runtime.processes import local_ray as start
-
-    with start(cpus=2):
-        yield
 
 
 @pytest.mark.engine

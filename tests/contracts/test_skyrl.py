@@ -49,6 +49,7 @@ from medusa_ppo.loops import skyrl as ours  # noqa: E402
 from medusa_ppo.loops.loop_versions import CHECKED, require_loop  # noqa: E402
 from medusa_ppo.loops.remote import refuse  # noqa: E402
 from medusa_ppo.loops.worker_tap import COMPANION  # noqa: E402
+from tests.contracts.sources import source  # noqa: E402
 from tests.medusa_ppo.loops.served_desk import served_desk  # noqa: E402
 
 SPECULATION = "generator.inference_engine.engine_init_kwargs.speculative_config"
@@ -57,10 +58,6 @@ GIVEN = [
     f"{SPECULATION}.model=heads",
     f"{SPECULATION}.num_speculative_tokens=3",
 ]
-
-
-def source(thing: Any) -> str:
-    return inspect.getsource(thing)
 
 
 def config(*words: str) -> Any:

@@ -5,9 +5,6 @@ in the installed package.
 from __future__ import annotations
 
 import ast
-import inspect
-import textwrap
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,16 +17,9 @@ from trl.trainer import grpo_trainer, rloo_trainer  # noqa: E402
 
 from medusa_ppo.loops.attachment import OURS  # noqa: E402
 from medusa_ppo.loops.loop_versions import require_loop  # noqa: E402
+from tests.contracts.sources import parameters, source  # noqa: E402
 
 TRAINERS = [(grpo_trainer, "GRPOTrainer"), (rloo_trainer, "RLOOTrainer")]
-
-
-def parameters(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
-def source(thing: Any) -> str:
-    return textwrap.dedent(inspect.getsource(thing))
 
 
 def calls(thing: Any, name: str) -> list[ast.Call]:

@@ -10,8 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,20 +29,13 @@ from medusa_ppo.feeds.http_feed import FEED_TOKEN
 from medusa_ppo.loops.loop_versions import require_loop
 from medusa_ppo.loops.worker_tap import COMPANION
 from medusa_ppo.vllm_plugin.speculation import FEED
+from tests.contracts.sources import parameters, position, source
 
 
-def parameters(function: Callable[..., Any]) -> list[str]:
-    return list(inspect.signature(function).parameters)
-
-
-def source(thing: Any) -> str:
-    return textwrap.dedent(inspect.getsource(thing))
-
-
-def position(text: str, *parts: str) -> list[int]:
-    found = [text.index(part) for part in parts]
-    assert found == sorted(found), parts
-    return found
+def nested(rows: list[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(
+        [torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged
+    )
 
 
 @pytest.fixture(scope="module")
@@ -273,11 +264,6 @@ def test_its_log_probs_are_sent_unless_it_samples_from_some_tokens(ours: Any, cu
             told.extend(rows)
             return contextlib.nullcontext()
 
-    def nested(rows: list[list[int]]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(
-            [torch.tensor(row) for row in rows], layout=torch.jagged
-        )
-
     tap_worker(Worker)
     worker = object.__new__(Worker)
     worker.config = verl_config().actor_rollout_ref
@@ -312,11 +298,6 @@ def test_one_companion_at_a_time(ours: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_rows_and_log_probs_of_a_nested_batch(ours: Any):
-    def nested(rows: list[list[float]], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(
-            [torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged
-        )
-
     data = {
         "input_ids": nested([[5, 6, 1, 2], [7, 3, 9, 4], [8, 1]]),
         "response_mask": nested([[1, 1], [1, 0, 1], [1]]),
@@ -355,11 +336,6 @@ def test_its_own_log_prob_pass_is_tapped(ours: Any, scored: Any, remove_padding:
     engine.pad_to_length = 0
     engine.use_ulysses_sp = False
     engine.module = model
-
-    def nested(parts: list[list[int]]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(
-            [torch.tensor(part) for part in parts], layout=torch.jagged
-        )
 
     whole = [[*prompt, *answer] for prompt, answer in rows]
     fields = {
@@ -408,11 +384,6 @@ def test_no_more_states_are_kept_than_the_companion_takes(
         for ids_T in data["input_ids"].unbind():
             model(input_ids=ids_T[None])
         return {"log_probs": data["input_ids"].float()}
-
-    def nested(parts: list[list[int]]) -> torch.Tensor:
-        return torch.nested.as_nested_tensor(
-            [torch.tensor(part) for part in parts], layout=torch.jagged
-        )
 
     monkeypatch.setattr(ActorRolloutRefWorker, "compute_log_prob", score)
     worker = object.__new__(ours.MedusaActorRolloutRefWorker)

@@ -15,6 +15,8 @@ import pytest
 pytest.importorskip("verl", reason="verl has an environment of its own: make test-contracts")
 pytest.importorskip("megatron.core")
 
+from tests.contracts.sources import source
+
 RANKS = Path(__file__).with_name("verl_megatron_ranks.py")
 CASES = (
     "tensor",
@@ -26,10 +28,6 @@ CASES = (
     "data",
 )
 REPORTER = {"pipeline": 1}
-
-
-def source(thing: Any) -> str:
-    return inspect.getsource(thing)
 
 
 def test_the_engine_has_what_the_tap_relies_on() -> None:

@@ -8,7 +8,6 @@ vLLM's CPU build can't take.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +38,6 @@ SETTINGS = {
     },
     "model.override_config": {"attn_implementation": "sdpa"},
 }
-
-
-@pytest.fixture
-def local_ray() -> Iterator[None]:
-    from medusa_ppo.runtime.processes import local_ray as start
-
-    with start(cpus=2):
-        yield
 
 
 def sections(small_actor: Path, attachment: Any) -> tuple[Any, Any]:
