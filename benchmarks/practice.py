@@ -41,7 +41,7 @@ from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.contract.status import SwapReceipt
 from medusa_ppo.engines.actor_sync import ActorSync
-from medusa_ppo.engines.rollout_engine import Prompts, RolloutEngine
+from medusa_ppo.engines.rollout_engine import NoEngine, Prompts
 from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.generation import Prompt, PromptStream
 from medusa_ppo.ppo.learner import Learner
@@ -85,7 +85,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class TorchEngine(RolloutEngine):
+class TorchEngine(NoEngine):
     """Samples with transformers; all prompts have one length."""
 
     def __init__(self, actor: LlamaForCausalLM) -> None:
@@ -131,23 +131,11 @@ class TorchEngine(RolloutEngine):
         self.policy_version = version
         return SwapReceipt(version, checksum(state), 0.0)
 
-    def swap_heads(self, path: str | Path, version: int, checked: Any = None) -> SwapReceipt:
-        raise NotImplementedError("no heads here")
-
     def configure(self, **settings: Unpack[Drafting]) -> None:
         pass
 
     def checksums(self) -> dict[str, str]:
         return {"actor": checksum(self._actor.state_dict()), "heads": ""}
-
-    def counters(self) -> Counters:
-        return Counters()
-
-    def plugin_report(self) -> dict[str, Any]:
-        return {}
-
-    def close(self) -> None:
-        pass
 
 
 def run(seed: int, steps: int, *, times: float = 1.0, **ppo: Any) -> list[dict[str, Any]]:

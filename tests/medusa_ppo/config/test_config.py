@@ -20,8 +20,6 @@ from medusa_ppo.config.ppo_section import PPOConfig
 from medusa_ppo.config.run_config import build_config, known_keys, load_config
 from medusa_ppo.config.section import Section
 
-ROOT = Path(__file__).resolve().parents[3]
-
 
 def test_overrides_are_typed(tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"

@@ -27,7 +27,7 @@ from medusa_ppo.contract.status import SwapReceipt
 from medusa_ppo.engines.actor_sync import ActorSync, BroadcastPool, actor_state, actor_stream
 from medusa_ppo.engines.colocated import ColocatedEngine
 from medusa_ppo.engines.ray_engine import make_engine
-from medusa_ppo.engines.rollout_engine import RolloutEngine
+from medusa_ppo.engines.rollout_engine import NoEngine, RolloutEngine
 from medusa_ppo.runtime.rendezvous import LOOPBACK, Place
 from medusa_ppo.vllm_plugin.transfer import ActorStream, Group, Incoming, read_entries, send
 from medusa_ppo.vllm_plugin.vllm_versions import can_transfer, vllm_version
@@ -46,7 +46,7 @@ EMBEDDING = "model.embed_tokens.weight"
 PROMPTS = [[5, 6, 7, 8], [100, 200, 300]]
 
 
-class ReceivingEngine(RolloutEngine):
+class ReceivingEngine(NoEngine):
     """Receives for real and holds the tensors; refuses, dies or is silent on demand."""
 
     def __init__(self, index: int) -> None:
@@ -92,20 +92,8 @@ class ReceivingEngine(RolloutEngine):
             tuple(map(tuple, prompts)), answers, Counters(), 0.1, sampling, self.policy_version
         )
 
-    def swap_heads(self, path: Any, version: int, checked: Any = None) -> SwapReceipt:
-        raise NotImplementedError("this stand-in has an actor and no heads")
-
-    def configure(self, **settings: Any) -> None:
-        raise NotImplementedError("this stand-in drafts nothing")
-
     def checksums(self) -> dict[str, str]:
         return {"heads": "", "actor": self.actor}
-
-    def counters(self) -> Counters:
-        return Counters()
-
-    def plugin_report(self) -> dict[str, Any]:
-        return {}
 
     def close(self) -> None:
         self.closed.set()

@@ -236,15 +236,6 @@ def longer(prompt, response, row):
 longer.correct_from = 2.0
 """
 
-SLOW_REWARD = """
-import os, time
-
-
-def pid(prompt, response, row):
-    time.sleep(0.3)
-    return os.getpid()
-"""
-
 
 def test_every_key_has_a_row_and_every_row_a_key() -> None:
     assert list(ROWS) == known_keys()
