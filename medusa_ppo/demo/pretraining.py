@@ -91,13 +91,12 @@ RECIPES = {
 @dataclass(frozen=True)
 class PretrainStatus:
     """Progress of the training: steps done and in total, recent mean loss (nats per response
-    token), seconds left.
+    token).
     """
 
     done: int
     total: int
     loss: float
-    eta_s: float
 
 
 PretrainProgress = Callable[[PretrainStatus], None]
@@ -130,7 +129,7 @@ def train_actor(
     losses: list[float] = []
     products = torch.autocast(device.type, torch.bfloat16, enabled=bfloat16)
     with _threads(threads):
-        started = saved = time.monotonic()
+        saved = time.monotonic()
         for step, (ids_BT, loss_mask_BT) in enumerate(
             _batches(recipe, tokenizer, first), start=first
         ):
@@ -151,10 +150,7 @@ def train_actor(
                 saved = now
             if progress is not None:
                 recent = losses[-_LOSS_WINDOW:]
-                # Estimated from this session's steps only: earlier ones ran at another time, or on
-                # another machine.
-                eta_s = (now - started) / (step + 1 - first) * (recipe.steps - step - 1)
-                progress(PretrainStatus(step + 1, recipe.steps, sum(recent) / len(recent), eta_s))
+                progress(PretrainStatus(step + 1, recipe.steps, sum(recent) / len(recent)))
     return model.cpu().eval()
 
 
@@ -313,7 +309,7 @@ def _pad(
 
 
 @torch.no_grad()
-def grow(small: LlamaForCausalLM, intermediate: int, seed: int = 0) -> LlamaForCausalLM:
+def grow(small: LlamaForCausalLM, intermediate: int) -> LlamaForCausalLM:
     """A model that computes the same function, in float32, with `intermediate` neurons in each
     feed-forward layer; the new ones are zero-gated.
 
@@ -323,7 +319,7 @@ def grow(small: LlamaForCausalLM, intermediate: int, seed: int = 0) -> LlamaForC
     """
     config = type(small.config)(**{**small.config.to_dict(), "intermediate_size": intermediate})
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         large = LlamaForCausalLM(config).float()
     given = small.state_dict()
     for name, parameter in large.named_parameters():

@@ -183,7 +183,6 @@ def serve_companion(
     host: str = "127.0.0.1",
     port: int = 8461,
     say: Callable[[str], None] = logger.info,
-    started: Callable[[CompanionServer], None] = lambda server: None,
 ) -> None:
     """Answer taps until a signal arrives. Then save the state in `out`, if given; the next start
     continues from it.
@@ -194,7 +193,6 @@ def serve_companion(
         heads: folder of the heads that engines start with; made if it is empty or missing.
         out: folder of the run; None: keep nothing.
         say: called with a line about each version.
-        started: called with the server before it answers.
 
     Raises:
         ConfigError: no token, no feed, several workers, or an address that can't be listened at.
@@ -208,7 +206,6 @@ def serve_companion(
     over = threading.Event()
     try:
         server = CompanionServer(holder.desk, host, port)
-        started(server)
         say(f"Companion of {model} at http://{host}:{port}, feed {arguments.companion.feed}")
         news = threading.Thread(target=_tell, args=(holder.desk, say, over), daemon=True)
         news.start()
@@ -239,9 +236,6 @@ class _DeskActor:
     def __init__(self, config: CompanionConfig, first: list[Any]) -> None:
         arguments, tables = ray.get(first[0])
         self._holder = _Desk(replace(arguments, companion=config), tables)
-
-    def ready(self) -> str:
-        return self._holder.desk.wish().model_dump_json()
 
     def wish(self) -> str:
         return self._holder.desk.wish().model_dump_json()
@@ -321,5 +315,5 @@ def companion_in_ray(
         max_concurrency=4,
         **actor_options(section, None, 0),
     )(_DeskActor).remote(section, [ray.put((arguments, tables))])
-    ray.get(actor.ready.remote())
+    ray.get(actor.wish.remote())  # It is there, or says why not.
     return actor

@@ -318,13 +318,11 @@ def _tokenized(
     return [tuple(ids) for ids in tokenizer(texts).input_ids]
 
 
-def engine_config(
-    prompts: Sequence[Sequence[int]], max_new_tokens: int, sequences: int = 64
-) -> EngineConfig:
+def engine_config(prompts: Sequence[Sequence[int]], max_new_tokens: int) -> EngineConfig:
     """Settings for an engine that is just large enough for these prompts."""
     longest = max(len(ids) for ids in prompts) + max_new_tokens
     return EngineConfig(
-        max_num_seqs=sequences,
+        max_num_seqs=64,
         max_model_len=max(64, longest),
         memory_fraction=0.6 if torch.cuda.is_available() else 0.1,
         threads=max(1, torch.get_num_threads()),

@@ -118,7 +118,6 @@ class HeadsInstaller:
         installed: the published heads that the engine should have; None: those it started with.
         published_before: version that an earlier part of the run had published; the companion
             offers it before the first rollouts. 0: there was none.
-        swaps, failed_swaps: heads installed, and heads that did not reach the engine.
         watch: judges the acceptance after each swap.
     """
 
@@ -139,8 +138,6 @@ class HeadsInstaller:
         self.installed: PublishedHeads | None = None
         self.published_before = 0
         self.watch = SwapWatch()
-        self.swaps = 0
-        self.failed_swaps = 0
 
     @property
     def known_version(self) -> int:
@@ -168,7 +165,6 @@ class HeadsInstaller:
         try:
             self._swap(published)
         except SwapError as error:
-            self.failed_swaps += 1
             self._put_back()
             if self._on_error == "raise":
                 raise
@@ -181,7 +177,6 @@ class HeadsInstaller:
             self._before = self.installed
             self.installed = published
             self.watch.swapped(published)
-            self.swaps += 1
 
     def take_back(self) -> bool:
         """Put the previous heads back, under their own version, if the last rollouts showed that
@@ -287,7 +282,6 @@ class HeadsInstaller:
                 assert wanted is not None, "one of the two is known"
                 self._swap(wanted)
         except SwapError as error:
-            self.failed_swaps += 1
             logger.warning("%s %s", failure, error)
             return False
         return True

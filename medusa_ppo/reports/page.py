@@ -32,6 +32,8 @@ HERE = Path(__file__).parent
 SUMMARY_FILE, MARKDOWN_FILE, HTML_FILE = "summary.json", "report.md", "report.html"
 # Seconds after which the page of a running run reloads itself.
 REFRESH_S = 10
+POLL_S = 2.0
+"""Seconds between two looks at the folder of a running run."""
 ROUNDED = 1.005
 """Seconds that differ by less than this are the same."""
 
@@ -312,7 +314,6 @@ def follow(
     *,
     compare: Path | str | None = None,
     on_refresh: Callable[[Path], None] | None = None,
-    poll_s: float = 2.0,
     wait: Callable[[float], None] = time.sleep,
 ) -> Path:
     """Rewrite the page whenever the run grows, until the run ends (or Ctrl-C), and return the
@@ -323,7 +324,6 @@ def follow(
     Args:
         run_dir, html_path, compare: as for write_report.
         on_refresh: called with the path after each write.
-        poll_s: seconds between two checks of the folder.
         wait: sleeps for this many seconds; tests pass their own.
     """
     path = Path(run_dir)
@@ -348,7 +348,7 @@ def follow(
                 write_atomic(target, page)
                 if on_refresh:
                     on_refresh(target)
-            wait(poll_s)
+            wait(POLL_S)
     # Ctrl-C is the usual way to stop following.
     except KeyboardInterrupt:
         logger.info("Stopped following %s; the run itself continues", path)

@@ -31,6 +31,7 @@ ROLE_TONES = {
 # With more pairs than this, lines are drawn without ratios, which would overlap.
 PAIR_DOTS_UP_TO = 60
 PAIR_LABELS_UP_TO = 8
+SPARK_COLUMNS = 60
 # Pixels.
 MAL_HEIGHT, WIDE_HEIGHT, SMALL_HEIGHT, ENTROPY_HEIGHT = 280, 240, 150, 90
 
@@ -535,12 +536,12 @@ def _short(values: Sequence[float | None]) -> list[float | int | None]:
     ]
 
 
-def spark_values(run: Run, metric: str, columns: int = 60) -> list[float | None]:
-    """One metric as at most about `columns` means, for a headline tile."""
+def spark_values(run: Run, metric: str) -> list[float | None]:
+    """One metric as at most about SPARK_COLUMNS means, for a headline tile."""
     steps = run.step_numbers()
     if not steps:
         return []
     full = Grid.over(steps)
-    width = -(-full.width * full.count // columns)
+    width = -(-full.width * full.count // SPARK_COLUMNS)
     grid = Grid(full.first, width, -(-full.width * full.count // width))
     return list(bin_values(grid, steps, run.column(metric)).mean)

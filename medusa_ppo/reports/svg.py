@@ -109,17 +109,19 @@ def nice_ticks(low: float, high: float, most: int = 5) -> list[float]:
     return [round(index * size, 12) for index in range(start, stop + 1)]
 
 
-def step_ticks(grid: Grid, most: int = 6) -> list[int]:
+def step_ticks(grid: Grid) -> list[int]:
     """Integer steps inside the grid, at round distances."""
     last = grid.first + grid.width * grid.count - 1
     # Distances of 2.5 or below 1 would give positions between two steps.
-    ticks = (tick for tick in nice_ticks(grid.first, last, most) if tick == int(tick))
+    ticks = (tick for tick in nice_ticks(grid.first, last, 6) if tick == int(tick))
     return [int(tick) for tick in ticks if grid.first <= tick <= last] or [grid.first]
 
 
 UNITS = 1000
 # Shades of a heat strip: more can't be told apart.
 HEAT_LEVELS = 20
+# Pixels.
+HEAT_ROW, SPAN_ROW = 34, 22
 DOTS_UP_TO = 48
 """Lines with at most this many points also show the points."""
 # More lines would hide the curves; small strokes above the chart replace them.
@@ -257,13 +259,11 @@ def draw_bars(
     )
 
 
-def draw_heat(
-    key: str, title: str, rows: Sequence[Series], grid: Grid, *, row_height: int = 34
-) -> str:
+def draw_heat(key: str, title: str, rows: Sequence[Series], grid: Grid) -> str:
     """One row per series; the darker a cell, the larger its value (0 up to the largest of all
     rows).
     """
-    height = row_height * len(rows)
+    height = HEAT_ROW * len(rows)
     top = max((value for row in rows for value in row.values.present), default=1.0) or 1.0
     # One path per shade instead of one element per cell: a long run has thousands of cells.
     levels: list[list[str]] = [[] for _ in range(HEAT_LEVELS + 1)]
@@ -274,8 +274,7 @@ def draw_heat(
         for column, value in enumerate(row.values.mean):
             if value is not None:
                 cell = (
-                    f"M{_px(column * step)}"
-                    f" {index * row_height + 1}h{wide}v{row_height - 3}h-{wide}z"
+                    f"M{_px(column * step)} {index * HEAT_ROW + 1}h{wide}v{HEAT_ROW - 3}h-{wide}z"
                 )
                 levels[round(HEAT_LEVELS * max(0.0, value) / top)].append(cell)
     shapes = [
@@ -286,7 +285,7 @@ def draw_heat(
     ]
     labels = "".join(
         '<text class="tick y" x="-8"'
-        f' y="{index * row_height + row_height / 2 + 4}">{escape(row.name.split()[-1])}</text>'
+        f' y="{index * HEAT_ROW + HEAT_ROW / 2 + 4}">{escape(row.name.split()[-1])}</text>'
         for index, row in enumerate(rows)
     )
     return _svg(
@@ -349,19 +348,17 @@ def draw_spans(
     key: str,
     title: str,
     rows: Sequence[tuple[str, str, Sequence[tuple[float, float]]]],
-    *,
-    row_height: int = 22,
 ) -> str:
     """When each (name, tone, spans of seconds) worked: one row each, from 0 to the last end."""
-    height = row_height * len(rows)
+    height = SPAN_ROW * len(rows)
     last = max((end for _, _, spans in rows for _, end in spans), default=1.0) or 1.0
     shapes = []
     said = []
     for index, (name, tone, spans) in enumerate(rows):
         bars = (
             f"M{_px(UNITS * a / last)}"
-            f" {index * row_height + 2}H{_px(UNITS * b / last)}"
-            f"v{row_height - 4}H{_px(UNITS * a / last)}z"
+            f" {index * SPAN_ROW + 2}H{_px(UNITS * b / last)}"
+            f"v{SPAN_ROW - 4}H{_px(UNITS * a / last)}z"
             for a, b in spans
         )
         shapes.append(f'<path class="fill t-{tone}" d="{"".join(bars)}"/>')
