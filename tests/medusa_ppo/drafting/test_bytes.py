@@ -185,11 +185,12 @@ def test_without_a_draft_vocabulary_verification_holds_no_second_row_of_each_dra
 
 
 if __name__ == "__main__":
-    for sequences in (64, 256, 1024):
-        for vocab in (32_000, 152_064, 262_144):
-            for width in (8192, vocab):
-                for drafts in (4, 8):
+    for drafts in (4, 8):
+        print(f"{drafts} drafts:")
+        for sequences in (64, 256, 1024):
+            for vocab in (32_000, 152_064, 262_144):
+                for width in (8192, vocab):
                     found = counted(sequences, drafts, vocab, width)
                     sizes = [f"{value / 2**20:,.0f}" for value in found.values()]
-                    cells = [f"{sequences:,}", f"{vocab:,}", f"{width:,}", f"{drafts}", *sizes]
+                    cells = [f"{sequences:,}", f"{vocab:,}", f"{width:,}", *sizes]
                     print("|", " | ".join(cells), "|")
