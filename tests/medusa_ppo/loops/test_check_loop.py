@@ -16,6 +16,7 @@ import pytest
 
 from heads.errors import ConfigError
 from medusa_ppo.loops.check_loop import check_loop, judge
+from tests.medusa_ppo.cli.test_cli import run
 
 ROOT = Path(__file__).resolve().parents[3]
 NAMES = [
@@ -91,6 +92,18 @@ def test_what_can_not_be_run_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     with pytest.raises(ConfigError, match="no disk"):
         list(check_loop("my_loop:make_trainer"))
+
+
+def test_the_commands_file_of_settings_reaches_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_loop.py").write_text(
+        "def make_trainer(medusa):\n    raise OSError(medusa['heads']['num_heads'])\n"
+    )
+    (tmp_path / "heads.yaml").write_text("heads: {num_heads: 7}\n")
+    words = ["check-loop", "my_loop:make_trainer", "--medusa", "heads.yaml"]
+    assert "OSError: 7" in run(*words, code=ConfigError.exit_code)
 
 
 LOOP = '''
