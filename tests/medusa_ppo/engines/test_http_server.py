@@ -814,7 +814,10 @@ def test_an_interrupt_in_a_sync_does_not_wait_for_the_actor_without_a_pool(
     monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 20.0)
     monkeypatch.setattr(http_server, "AFTER_CLOSE_S", 0.2)
     engine, server = ask(shared := Shared(b"/collective_rpc", Writing()))
-    engine._started_here = ours
+    if ours:
+        engine._started_here = True
+        engine._client = http_server.Client(base_url="", timeout=20.0, limits=http_server.LIMITS)
+        engine._client.base_url = server.address  # It is known once the server is started.
     save_state(tmp_path / "actor", {"x": torch.ones(3)})
 
     def interrupt() -> None:
