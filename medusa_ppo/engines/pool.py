@@ -6,6 +6,7 @@ and lost ones are restarted.
     swap, sync    all engines at once, from one file that is checked once; it is kept until the next
                   one, for engines that come late
     memory        what one engine has written goes to all others, and to restarted ones
+    Ctrl-C        in a call: closes the pool
     lost engine   its pieces go to the others; it is restarted in the background, catches up, and
                   takes pieces again. A server at an address is looked for until it is back
 
@@ -27,7 +28,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 from heads.errors import DataError, EngineError, NoRoomError, SwapError
 from medusa_ppo.contract.rollouts import Counters, EngineShare, Response, Rollouts, Sampling
@@ -111,8 +112,30 @@ class Load:
         return tuple(index for piece in self.pieces for index in piece)
 
 
+Given = ParamSpec("Given")
+Answer = TypeVar("Answer")
 Running = dict[Future[Rollouts | None], tuple[Seat, Load]]
 """Calls; one that returns None was made to an engine that is `behind`."""
+
+
+def _closed_by_ctrl_c(
+    method: Callable[Concatenate[EnginePool, Given], Answer],
+) -> Callable[Concatenate[EnginePool, Given], Answer]:
+    """The same method; Ctrl-C in it also closes the pool. It ends the caller's wait, but not the
+    calls in the pool's threads: servers would write for nobody, and Python waits for threads at its
+    end.
+    """
+
+    @functools.wraps(method)
+    def closing(pool: EnginePool, *args: Given.args, **kwargs: Given.kwargs) -> Answer:
+        try:
+            return method(pool, *args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                pool.close()
+            raise
+
+    return closing
 
 
 class EnginePool(base.RolloutEngine):
@@ -220,6 +243,7 @@ class EnginePool(base.RolloutEngine):
             prompts, sampling, lambda engine, piece, *asked: engine.generate_partly(*asked, partly)
         )
 
+    @_closed_by_ctrl_c
     def _generate(self, prompts: base.Prompts, sampling: Sampling, ask: Ask) -> Rollouts:
         if not prompts:
             raise DataError(
@@ -265,7 +289,7 @@ class EnginePool(base.RolloutEngine):
                         seat.away_since = None
                         seat.why = ""
         except Exception:
-            # An error leaves no engine busy; close() ends one that an interrupt left busy.
+            # An error leaves no engine busy.
             wait(running)
             raise
         self._spread_news()
@@ -447,7 +471,9 @@ class EnginePool(base.RolloutEngine):
             seat.engine = None
         if self._folder is not None:
             self._folder.close()
-        self._on_close()
+        on_close = self._on_close
+        self._on_close = lambda: None
+        on_close()
 
     # ---- asking
 
@@ -619,6 +645,7 @@ class EnginePool(base.RolloutEngine):
         """
         return self._ask_all(self._seated(), call)
 
+    @_closed_by_ctrl_c
     def _seated(self) -> list[Seat]:
         """The seats with an engine; if there are none, waits for one to start. Raises EngineError
         if none will.
@@ -632,6 +659,7 @@ class EnginePool(base.RolloutEngine):
             self._revive()
         return self._ready()
 
+    @_closed_by_ctrl_c
     def _all_seated(self) -> list[Seat]:
         """As `_seated`, when no engine is starting any more."""
         while (
@@ -641,6 +669,7 @@ class EnginePool(base.RolloutEngine):
             self._revive()
         return self._seated()
 
+    @_closed_by_ctrl_c
     def _ask_all(
         self,
         seats: list[Seat],
@@ -718,12 +747,7 @@ class EnginePool(base.RolloutEngine):
             # The old one is closed first, because the new one needs its memory.
             old.close()
         if self._closing.wait(pause_s):
-            raise EngineError(
-                "The pool is closed.",
-                given=f"engine {index}, which was lost",
-                expected="a pool that is in use",
-                do="Start a new one.",
-            )
+            raise _closed(f"engine {index}, which was lost")
         return self._factory(index)
 
     def _revive(self) -> None:
@@ -771,6 +795,8 @@ class EnginePool(base.RolloutEngine):
         return [seat.engine for seat in self._seats if seat.engine is not None]
 
     def _none_left(self) -> EngineError:
+        if self._closing.is_set():
+            return _closed("a call after close() or Ctrl-C")
         behind = sum(seat.behind for seat in self._ready())
         if behind:
             return EngineError(
@@ -794,6 +820,15 @@ class EnginePool(base.RolloutEngine):
             + (f", or one back within {self._back_within_s:.0f} s" if self._back_within_s else ""),
             do="Read the engines' logs.",
         )
+
+
+def _closed(given: str) -> EngineError:
+    return EngineError(
+        "The pool is closed.",
+        given=given,
+        expected="a pool that is in use",
+        do="Start a new one.",
+    )
 
 
 def _not_started(error: BaseException) -> BaseException:

@@ -219,6 +219,47 @@ def test_a_call_in_another_thread_ends_with_the_pool() -> None:
     assert started == [0]
 
 
+@pytest.mark.parametrize("call", ["generate", "swap_heads", "sleep"])
+def test_an_interrupt_ends_what_the_engines_are_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It ends the caller's wait alone, and at its end Python waits for the pool's threads."""
+    asked, gone = threading.Event(), threading.Event()
+    ended: list[bool] = []
+
+    class Busy(EchoEngine):
+        def busy(self, *_: Any) -> Any:
+            asked.set()
+            ended.append(gone.wait(20))
+            raise EngineError("The engine is closed.")
+
+        generate = swap_heads = sleep = busy  # type: ignore[assignment]
+
+        def close(self) -> None:
+            gone.set()
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        assert asked.wait(60)
+        monkeypatch.setattr(pool_module, "wait", wait)
+        raise KeyboardInterrupt
+
+    left: list[bool] = []
+    pool = EnginePool(Busy, 1, on_close=lambda: left.append(True))
+    given: dict[str, tuple[Any, ...]] = {
+        "generate": (PROMPTS[:1], SAMPLING),
+        "swap_heads": (state_file(tmp_path, 1.0), 1),
+        "sleep": (1,),
+    }
+    monkeypatch.setattr(pool_module, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(pool, call)(*given[call])
+    assert ended == [True] and left == [True]
+    with pytest.raises(EngineError, match="closed"):
+        pool.generate(PROMPTS, SAMPLING)
+    pool.close()
+    assert left == [True], "Ray's room is given back once"
+
+
 def test_engines_that_feed_themselves_tell_the_version_that_all_of_them_had(
     make_pool: Callable[..., tuple[EnginePool, Factory]], tmp_path: Path
 ) -> None:
