@@ -83,6 +83,10 @@ class Seat:
     refused: dict[str, int] = field(default_factory=dict)
     """The versions that it did not take, of which a warning has told."""
     remembers: bool = True
+    started_for_heads: bool = False
+    """It was started again because it drafts nothing with the pool's heads; until it takes some, no
+    other start is tried for that.
+    """
     behind: bool = False
     """It can't get the pool's actor before the next sync; until then it gets no pieces."""
     share: EngineShare = field(default_factory=EngineShare)
@@ -498,6 +502,7 @@ class EnginePool(base.RolloutEngine):
                 getattr(engine, METHODS[what])(path, version, checked)
             except SwapError as error:
                 if not self._goes_on_without(seat, what, error):
+                    seat.started_for_heads |= what == "heads"
                     raise
                 self._note_refused(seat, what, version, error)
                 if what == "actor":
@@ -510,6 +515,7 @@ class EnginePool(base.RolloutEngine):
         if not seat.remembers:
             engine.remember(self.memory.rows(self.policy_version))
             seat.remembers = True
+        seat.started_for_heads &= engine.heads_version < 0
         return True
 
     @staticmethod
@@ -518,8 +524,9 @@ class EnginePool(base.RolloutEngine):
         started again, which helps if it is damaged.
         """
         assert seat.engine is not None
-        has_older = what == "heads" and seat.engine.heads_version >= 0
-        return has_older or isinstance(error, NoRoomError)
+        drafts = seat.engine.heads_version >= 0
+        no_help = isinstance(error, NoRoomError)
+        return no_help or (what == "heads" and (drafts or seat.started_for_heads))
 
     @staticmethod
     def _note_refused(seat: Seat, what: str, version: int, error: SwapError) -> None:
