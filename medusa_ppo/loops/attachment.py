@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from heads.checkpoint import load_heads, save_state
-from heads.errors import ConfigError, RunError, SavedStateError
+from heads.errors import ConfigError, RunError, SavedStateError, SwapError
 from medusa_ppo.actors.hf import HFActor
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.service import STATE_FILE
@@ -356,7 +356,12 @@ class Attachment:
             # The heads first: what is reported about the new actor belongs to the heads that are
             # then loaded.
             if isinstance(self.engine, AttachedEngine) and lost_heads:
-                self.engine.feed_again()
+                try:
+                    self.engine.feed_again()
+                except SwapError as error:
+                    # It drafts nothing until the plugin has fed it, before the next generation.
+                    self.engine.heads_version = -1
+                    logger.warning("The engine did not get its heads after its sleep. %s", error)
             if isinstance(self.engine, WorkerEngine):
                 self.engine.target_changed(self._policy_version)
 

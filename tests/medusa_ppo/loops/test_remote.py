@@ -4,18 +4,23 @@ foreign engine is stood in for.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster
+from ray.exceptions import ObjectStoreFullError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -26,8 +31,16 @@ from heads.checkpoint import (
     checksum,
     load_heads,
     load_state,
+    save_state,
 )
-from heads.errors import CheckpointError, CompanionError, ConfigError, RunError, SavedStateError
+from heads.errors import (
+    CheckpointError,
+    CompanionError,
+    ConfigError,
+    NoRoomError,
+    RunError,
+    SavedStateError,
+)
 from medusa_ppo.actors import hf
 from medusa_ppo.actors.hf import HFActor, load_actor
 from medusa_ppo.companion.positions import ROW_BYTES
@@ -37,12 +50,17 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
+from medusa_ppo.contract.status import PublishedHeads
+from medusa_ppo.engines import ray_engine
+from medusa_ppo.engines.colocated import AttachedEngine
 from medusa_ppo.loops import remote
 from medusa_ppo.loops.attachment import COUNT, Attachment, start_or_resume
 from medusa_ppo.loops.passes import PassTap
 from medusa_ppo.loops.remote import (
     START,
+    EngineCalls,
     RemoteAttachment,
+    SentFile,
     Taken,
     WorkerTables,
     arrived,
@@ -51,6 +69,7 @@ from medusa_ppo.loops.remote import (
     refuse,
     serve,
 )
+from medusa_ppo.plugin.installer import HeadsInstaller
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
 from medusa_ppo.reports.run_files import META_FILE
 from medusa_ppo.reports.store import read_run
@@ -683,6 +702,79 @@ def two_nodes() -> Iterator[None]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+class OtherNode(EngineCalls):
+    """An engine's actor on another node than the driver's, whose workers take what they get."""
+
+    medusa_engine = "engine"
+
+    def __init__(self, full: str) -> None:
+        self.engine = self
+        self.full = full
+        self.workers = RemoteWorkers()
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        return self.workers(method, args)
+
+    def asked(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        """As by `call_all`, with Ray's part left out."""
+        sent = None
+        if args and isinstance(args[0], str):
+            content = np.fromfile(args[0], np.uint8)
+
+            class Content(np.ndarray):
+                def tofile(content, path: Any, *_: Any) -> None:
+                    if self.full == "file":
+                        raise OSError(errno.ENOSPC, "No space left on device")
+                    np.asarray(content).tofile(path)
+
+            async def fetched() -> np.ndarray:
+                return content.view(Content)
+
+            sent = SentFile("the driver's", [fetched()])
+        return asyncio.run(self.medusa_call(method, args, sent))
+
+
+@pytest.mark.parametrize("full", ["", "folder", "file"])
+def test_an_engines_node_without_room_for_newer_heads_ends_no_training(
+    full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray raised its OSError in the driver, and the training of verl or OpenRLHF ended."""
+    node = SimpleNamespace(get_node_id=lambda: "its own")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: node)
+    if full == "folder":
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(ray_engine, "OwnedFolder", refuse)
+    state = {"w": torch.ones(2)}
+    for name in ("kept", "published"):
+        save_state(tmp_path / name, state)
+    actor = OtherNode(full)
+    engine = AttachedEngine(actor.asked, tmp_path / "kept")
+    installer = HeadsInstaller(engine, None, "disable")
+    installer.install(PublishedHeads(4, str(tmp_path / "published"), checksum(state), 0, 1.0))
+    assert (installer.swaps, installer.failed_swaps) == ((0, 1) if full else (1, 0))
+    assert engine.heads_version == actor.workers.version == (0 if full else 4)
+    if full:
+        with pytest.raises(NoRoomError, match="No space left"):
+            engine.swap_heads(tmp_path / "published", 5)
+
+
+def test_an_object_store_without_room_for_newer_heads_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(content: np.ndarray) -> None:
+        raise ObjectStoreFullError("The object store is full.")
+
+    monkeypatch.setattr(ray, "put", full)
+    monkeypatch.setattr(remote, "on_one_node", lambda: False)
+    path = tmp_path / "state"
+    path.write_bytes(b"heads")
+    with pytest.raises(NoRoomError, match="The object store is full"):
+        call_all([], "medusa_swap_heads", (str(path), 4))
 
 
 @pytest.mark.slow
