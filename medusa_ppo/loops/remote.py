@@ -38,12 +38,13 @@ from medusa_ppo.engines.ray_engine import put_file, received_file
 from medusa_ppo.loops.attachment import (
     OURS,
     Attachment,
+    own_heads,
     refuse_broadcast,
     start_or_resume,
     warn_of_idle_settings,
 )
 from medusa_ppo.loops.passes import RowTap
-from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table, refuse_own_heads
 from medusa_ppo.reports.store import refuse_second_writer
 from medusa_ppo.runtime.control_guard import GUARD, TOKEN, secret_of
 from medusa_ppo.runtime.processes import on_one_node
@@ -143,6 +144,7 @@ class RemoteAttachment(Attachment):
         super().__init__(config)
         # Before heads are written there: the other one's engines start with those.
         refuse_second_writer(folder)
+        refuse_own_heads(config.heads.path, *own_heads(folder))
         self.folder = folder
         # Tables are read from files: the actor is in other processes, which start only after the
         # engines.
@@ -201,7 +203,7 @@ class RemoteAttachment(Attachment):
                 self.config, self._heads, self._tables, engine, folder, resume_from=state
             )
 
-        self.plugin = start_or_resume(begin, folder, version)
+        self.plugin = start_or_resume(begin, self.config, folder, version)
         self._stack.callback(self.plugin.close)
         self._open_folder(untrained=self._heads.untrained)
         # What engines have generated so far (warm-up, validation) is no rollout of this training.

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from heads.checkpoint import save_heads, save_state
-from heads.errors import NoRoomError
+from heads.checkpoint import load_heads, save_heads, save_state
+from heads.errors import ConfigError, NoRoomError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import load_actor
@@ -197,6 +197,22 @@ def test_heads_that_go_on_do_not_say_that_they_are_untrained(
     medusa.begin(load_actor(str(chain_actor)), 7)
     medusa.end()
     assert "begin untrained" not in caplog.text
+
+
+def test_heads_that_the_training_itself_replaces_are_refused(
+    plugins: list[OwnPlugin], chain_actor: Path, tmp_path: Path
+) -> None:
+    """Those that an earlier training of the same process has left are no setting."""
+    actor = load_actor(str(chain_actor))
+    first = attached(tmp_path)
+    for _ in range(2):
+        first.begin(actor)
+        first.end()
+    own = first.folder / HEADS_FOLDER
+    again = attached(tmp_path, {"path": str(own)})
+    with pytest.raises(ConfigError, match="heads-start"):
+        again.begin(actor)
+    assert len(plugins) == 2 and load_heads(own)
 
 
 def test_an_engine_that_has_no_room_for_its_heads_after_a_sleep_gets_them_later(

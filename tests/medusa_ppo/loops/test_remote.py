@@ -31,6 +31,7 @@ from heads.checkpoint import (
     checksum,
     load_heads,
     load_state,
+    save_heads,
     save_state,
 )
 from heads.errors import (
@@ -71,7 +72,7 @@ from medusa_ppo.loops.remote import (
 )
 from medusa_ppo.plugin.installer import HeadsInstaller
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
-from medusa_ppo.reports.run_files import META_FILE
+from medusa_ppo.reports.run_files import HEADS_FOLDER, META_FILE
 from medusa_ppo.reports.store import read_run
 from medusa_ppo.runtime.control_guard import TOKEN
 from tests.medusa_ppo.conftest import RecordingCompanion
@@ -236,7 +237,7 @@ def test_heads_go_on_from_the_companions_state_if_the_loop_does(
 ) -> None:
     """Else they begin anew, and the log says why; a new training takes nothing from an old one."""
     asked: list[str] = []
-    fits = True
+    fits = learns = True
     plugin = cast(MedusaPlugin, object())
 
     def start(state: str) -> MedusaPlugin:
@@ -248,8 +249,9 @@ def test_heads_go_on_from_the_companions_state_if_the_loop_does(
     def started(version: int) -> list[str]:
         asked.clear()
         caplog.clear()
+        config = build_config({"companion": {"enabled": learns}})
         with caplog.at_level(logging.WARNING, logger="medusa_ppo"):
-            assert start_or_resume(start, tmp_path, version) is plugin
+            assert start_or_resume(start, config, tmp_path, version) is plugin
         return [record.getMessage() for record in caplog.records]
 
     assert not started(0)
@@ -260,6 +262,12 @@ def test_heads_go_on_from_the_companions_state_if_the_loop_does(
     (state / STATE_FILE).write_bytes(b"a state")
     assert not started(7) and asked == [str(state)]
     assert not started(0) and asked == [""]
+    learns = False
+    assert not started(7) and asked == [""], "nothing would read the state, or begin anew"
+    assert (state / STATE_FILE).read_bytes() == b"a state"
+    (state / STATE_FILE).unlink()
+    assert not started(7) and asked == [""]
+    learns = True
     fits = False
     for number in (1, 2):
         (state / STATE_FILE).write_bytes(b"state %d" % number)
@@ -286,7 +294,7 @@ def test_a_start_that_fails_once_does_not_cost_the_heads(tmp_path: Path) -> None
         return cast(MedusaPlugin, object())
 
     with pytest.raises(CompanionError, match="no answer in time"):
-        start_or_resume(start, tmp_path, 7)
+        start_or_resume(start, build_config({}), tmp_path, 7)
     assert asked == [str(file.parent)] and file.read_bytes() == b"a state"
 
 
@@ -775,6 +783,23 @@ def test_an_object_store_without_room_for_newer_heads_ends_no_training(
     path.write_bytes(b"heads")
     with pytest.raises(NoRoomError, match="The object store is full"):
         call_all([], "medusa_swap_heads", (str(path), 4))
+
+
+def test_heads_of_the_trainings_own_folder_are_refused_before_its_engines_start(
+    chain_actor: Path, tmp_path: Path
+) -> None:
+    """The companion removes versions, the report moves `heads-final`: started again with the same
+    settings, the training would not find them.
+    """
+    config = build_config({"heads": {"num_heads": 2}})
+    first = RemoteAttachment(config, str(chain_actor), tmp_path)
+    for place in ("heads/v000123", HEADS_FOLDER):
+        save_heads(tmp_path / place, first._heads)
+        named = build_config({"heads": {"path": str(tmp_path / place)}})
+        with pytest.raises(ConfigError, match="heads-start"):
+            RemoteAttachment(named, str(chain_actor), tmp_path)
+        assert load_heads(tmp_path / place)
+        RemoteAttachment(named, str(chain_actor), tmp_path / "another")
 
 
 @pytest.mark.slow

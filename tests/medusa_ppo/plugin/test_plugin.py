@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import checksum, load_heads, load_state
-from heads.errors import CheckpointError, DataError, EngineError, SwapError
+from heads.errors import CheckpointError, ConfigError, DataError, EngineError, SwapError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import HiddenTap, lm_head_weight
@@ -805,6 +805,22 @@ def test_first_heads_do_not_replace_a_companions_versions(tmp_path: Path) -> Non
     assert refused.value.given == versions / "v000007" and "resume_from" in refused.value.do
     load_heads(versions / "v000007")
     MedusaPlugin.prepare_heads(config_of(), actor, versions / "v000007")
+
+
+def test_a_run_does_not_begin_with_a_version_that_its_companion_removes(
+    parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started again with the same settings, it would not find it."""
+    actor, engine, companion, _ = parts
+    monkeypatch.setattr(
+        "medusa_ppo.plugin.medusa_plugin.CompanionClient", lambda *given, **more: companion
+    )
+    version = MedusaPlugin.prepare_heads(config_of(), actor, tmp_path / "heads" / "v000123")
+    config = build_config({"heads": {"path": str(version)}})
+    with pytest.raises(ConfigError, match="would replace the heads") as refused:
+        MedusaPlugin.start(config, actor, engine, tmp_path)
+    assert f"cp -r {version} {tmp_path / 'heads-start'}" in refused.value.do
+    MedusaPlugin.start(config, actor, engine, tmp_path / "another")
 
 
 def test_ray_acceptance_rises_and_the_heads_are_saved(ray_session: None, tmp_path: Path) -> None:
