@@ -137,9 +137,7 @@ SETTINGS = (
         preamble=True,
     ),
     Setting("preemption", cache_blocks=0.6),
-    Setting(
-        STRUCTURED, lambda rng: {"regex": WORDS}, engine={"skip_tokenizer_init": False}
-    ),
+    Setting(STRUCTURED, lambda rng: {"regex": WORDS}, engine={"skip_tokenizer_init": False}),
     Setting("swap and sync in flight", in_flight=True),
     Setting("feed and sync in flight", in_flight=True, fed=True),
 )
