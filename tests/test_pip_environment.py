@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -59,14 +60,14 @@ def test_an_environment_is_made_anew_for_another_line_and_has_the_checkout_of_no
 ) -> None:
     """It ran the tests in that of any earlier line, and was green."""
     line, tools, tests = asked(checkout)
-    assert ".[trl]" in line and "trl[vllm]" in line and "pytest" in tools
+    assert ".[trl" in line and " trl" in line and "pytest" in tools
     own, again = asked(checkout)
     assert own.endswith("--no-deps --force-reinstall .") and again == tests
     page = checkout / "docs" / "hooks.md"
-    page.write_text(page.read_text().replace("'trl[vllm]==1.16.*'", "'trl[vllm]==1.15.*'"))
+    page.write_text(re.sub(r"(\| TRL \| `pip .*?)==[\d.]+", r"\1==7.", page.read_text()))
     changed, *_ = asked(checkout)
-    assert "trl[vllm]==1.15.*" in changed
+    assert "==7.*" in changed
     declared = checkout / "pyproject.toml"
     declared.write_text(declared.read_text() + "# Another dependency, say.\n")
-    assert ".[trl]" in asked(checkout)[0]
+    assert ".[trl" in asked(checkout)[0]
     assert len(asked(checkout)) == 2
