@@ -422,9 +422,9 @@ class MedusaPlugin:
             back = self.installer.take_back()
             if self._companion is not None:
                 if back and self._heads is not None:
-                    heads, _ = self.installer.heads_to_save(lambda: None)
+                    heads, serving = self.installer.heads_to_save(lambda: None)
                     self._companion.go_on_from(
-                        self.installer.known_version, heads.trainable_state()
+                        self.installer.known_version, heads.trainable_state(), serving
                     )
                 published = self._ask_for_heads(self._companion)
                 if published is not None:

@@ -513,10 +513,11 @@ def test_heads_that_are_accepted_next_to_never_make_way_for_those_before(
     plugin.before_generation()
     assert engine.calls == [("swap", 1), ("swap", 2), ("swap", 1)]
     assert engine.checksums()["heads"] == good.checksum and engine.heads_version == 1
-    ((version, state),) = companion.taken_back
+    ((version, state, serving),) = companion.taken_back
     assert version == 2 and checksum(state) == good.checksum, (
         "the companion goes on from what the engine has, with newer numbers"
     )
+    assert serving == engine.heads_version
     plugin.rollout_ready(accepted(engine, 0.4))
     assert plugin.metrics()[names.STALENESS] == engine.policy_version - good.policy_version
     companion.offer = newer = offer_of(engine.heads, tmp_path, 3, seed=10)
@@ -988,10 +989,10 @@ def test_a_step_whose_batch_nobody_judged_saves_as_much_as_its_heads_did_before(
         return ReplayRow(length, ())
 
     companion.offer = offer_of(engine.heads, tmp_path, 2)
-    judged = {"serving": row(2.2), "candidate": row(2.1), "frozen": row(2.0)}
-    assert saved_frac(2, **judged) == pytest.approx(0.1)
+    judged = {"serving": row(2.2), "frozen": row(2.0), "replayed_version": 2}
+    assert saved_frac(2, **judged, candidate=row(2.1)) == pytest.approx(0.1)
     assert saved_frac(2) == pytest.approx(0.1), "the same heads"
-    published = {"serving": row(2.2), "candidate": row(2.5), "frozen": row(2.0), "fresh": True}
+    published = judged | {"candidate": row(2.5), "fresh": True}
     assert saved_frac(3, **published) == pytest.approx(0.1), "they drafted before it"
     companion.offer = offer_of(engine.heads, tmp_path, 3, seed=9)
     assert saved_frac(3, fresh=True) == pytest.approx(0.25)
