@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 
 from heads.errors import ModelError
@@ -36,6 +36,10 @@ BEYOND_LM_HEAD = {
 """Changes that some families (Gemma-2, Cohere, Granite, Falcon-H1) make to lm_head's product, by
 their config names, with the neutral value. The engine applies them; training, the gate and replay
 would not.
+"""
+PIECE_BYTES = 256 * 2**20
+"""Of a DTensor's table, held at once on each rank's device while it is gathered: an 8B's has 2.5 GB
+in float32, which a trainer's GPU may not have left.
 """
 LORA = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B")
 """Where PEFT's LoRA layers keep their factors, by adapter."""
@@ -177,6 +181,9 @@ class Table:
         if it is not to be kept.
         """
         with self._together():
+            weight = self._base.weight
+            if not self._adapters and _cut_by_rows(weight):
+                return _gathered_in_pieces(self._checked(weight), keep)
             weight_VD = self._checked(self._merged())
             return (weight_VD.detach().to("cpu", copy=True) if keep else None), weight_VD.nbytes
 
@@ -317,6 +324,36 @@ def _full(weight: torch.Tensor) -> torch.Tensor:
     # Weights may be on the CPU, but ranks still communicate on their GPUs.
     here: Any = weight.to(weight.device_mesh.device_type)
     return here.full_tensor()
+
+
+def _cut_by_rows(weight: torch.Tensor) -> bool:
+    return isinstance(weight, DTensor) and all(
+        type(place) is Replicate or (type(place) is Shard and place.dim == 0)
+        for place in weight.placements
+    )
+
+
+def _gathered_in_pieces(weight_VD: Any, keep: bool) -> tuple[torch.Tensor | None, int]:
+    """As `Table.gather`, some columns at a time: every rank has these of its own rows."""
+    rows, width = weight_VD.shape
+    whole_VD = torch.empty(rows, width, dtype=weight_VD.dtype) if keep else None
+    columns = max(1, PIECE_BYTES // (rows * weight_VD.element_size()))
+    for here_RC, start in zip(
+        weight_VD.to_local().split(columns, dim=1), range(0, width, columns), strict=True
+    ):
+        count = here_RC.shape[1]
+        piece = DTensor.from_local(
+            here_RC.contiguous(),
+            weight_VD.device_mesh,
+            weight_VD.placements,
+            run_check=False,
+            shape=torch.Size((rows, count)),
+            stride=(count, 1),
+        )
+        piece_VC = _full(piece)
+        if whole_VD is not None:
+            whole_VD[:, start : start + count] = piece_VC.to("cpu")
+    return whole_VD, weight_VD.nbytes
 
 
 def _bits(values: torch.Tensor) -> int:

@@ -50,7 +50,7 @@ def predict(
     from medusa_ppo.config.run_config import load_config
     from medusa_ppo.ppo.role_memory import model_config
     from medusa_ppo.predict.answer_lines import answer_lines
-    from medusa_ppo.predict.asking import question_of
+    from medusa_ppo.predict.asking import question_of, unpredicted
     from medusa_ppo.predict.check_lines import check_lines
     from medusa_ppo.predict.gpus import CPU, find_gpu
     from medusa_ppo.predict.prediction import predict_on_gpu
@@ -69,8 +69,16 @@ def predict(
     options = dataclasses.replace(options, model=name)
     gpu = None if options.gpu == CPU else find_gpu(options.gpu)
     raw = model_config(name)
-    # The replay takes minutes, so an unknown GPU or model is refused before it, and so are heads
-    # and data.
+    # The replay takes minutes, so an unknown GPU or model is refused before it, and so are engines
+    # that can't be predicted, heads and data.
+    if gpu and run and (setting := unpredicted(options, run, raw)):
+        raise UsageError(
+            "This is not predicted for vLLM's V2 runner: the costs are those of an engine that"
+            " schedules steps ahead and replays its drafting as CUDA graphs.",
+            given=setting,
+            expected="a configuration without it",
+            do="Measure it on your GPU (`medusa-ppo bench rollout`), or leave it out.",
+        )
     if options.heads:
         check_heads(options.heads, raw, hub=True)
     if options.data and options.template:

@@ -157,14 +157,17 @@ def report(
 def _worth(config: RunConfig, gpu: str) -> str:
     """What drafting would gain for the run on such GPUs, before there are heads."""
     from medusa_ppo.ppo.role_memory import model_config
-    from medusa_ppo.predict.asking import assumed, question_of
+    from medusa_ppo.predict.asking import assumed, question_of, unpredicted
     from medusa_ppo.predict.gpus import find_gpu
     from medusa_ppo.predict.predict_options import PredictOptions
     from medusa_ppo.predict.prediction import predict_on_gpu
 
     figures = find_gpu(gpu)
     accepted = assumed(config.heads.num_heads)
-    question = question_of(PredictOptions(), model_config(config.model.path), accepted, config)
+    options, raw = PredictOptions(), model_config(config.model.path)
+    if setting := unpredicted(options, config, raw):
+        return f"With {setting} rollouts on vLLM's V2 runner are not predicted."
+    question = question_of(options, raw, accepted, config)
     return f"{predict_on_gpu(question, figures).sentence}\nAccepted: {accepted.said}."
 
 

@@ -433,7 +433,8 @@ class CompanionClient:
             # It restarted without the heads that the engine has. It is asked again until it has
             # them, because a call to a process that has just restarted may be lost.
             if self._telling_is_over():
-                self.go_on_from(after_version, load_state(self._newest.path))
+                state = load_state(self._newest.path)
+                self.go_on_from(after_version, state, self._newest.version)
             return None
         if answer.published is None or answer.published.version <= after_version:
             return None
@@ -455,13 +456,13 @@ class CompanionClient:
             self._telling = None
         return bool(ready)
 
-    def go_on_from(self, version: int, state: dict[str, torch.Tensor]) -> None:
-        """Let training continue from these heads, with which the engine drafts; `version` was the
-        last one offered to it.
+    def go_on_from(self, version: int, state: dict[str, torch.Tensor], serving: int) -> None:
+        """Let training continue from these heads, with which the engine drafts under the number
+        `serving`; `version` was the last one offered to it.
         """
         if self._usable():
             with self._guard("did not take the engine's heads"):
-                self._telling = self._call("adopt", CONTROL, version, pack(state))
+                self._telling = self._call("adopt", CONTROL, version, pack(state), serving)
                 self._poll_precedes = True
                 self._fetch = None
 

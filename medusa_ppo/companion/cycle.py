@@ -112,7 +112,9 @@ class Cycle:
         candidate: running mean of the heads in training; may serve next.
         serving: the last published heads (version 0: those the run started with).
         frozen: the first published heads, never trained again; None before.
-        version: number of the serving heads; grows by one with every publish.
+        version: number of the last published heads; grows by one with every publish.
+        serving_version: number of the serving heads: `version`, except after an engine went back to
+            earlier ones, which it has under their own number.
         fresh: the last judged candidate is what is serving now.
         team: processes that learn the same from the same batches, and share the work; None: there
             are none.
@@ -175,7 +177,7 @@ class Cycle:
         self.last_loss = math.nan
         self.last_losses: tuple[float, ...] = ()
         self.passes = self.positions_frac = self.gain = 0.0
-        self.version = 0
+        self.version = self.serving_version = 0
         self.fresh = False
         self.candidates_rejected = 0
         self.rollbacks = 0
@@ -349,7 +351,8 @@ class Cycle:
             )
         # With the rows, not before: judging may take as long as some steps of the loop, which ask
         # for the status meanwhile.
-        self.replayed_version, self.replayed_policy_version = self.version, holdout.policy_version
+        self.replayed_version = self.serving_version
+        self.replayed_policy_version = holdout.policy_version
         self._obey(verdict)
         # These temperatures are for later versions: what is published must be what was judged.
         if verdict.publish:
@@ -419,18 +422,19 @@ class Cycle:
         self.serving.load_trainable_state(state)
         self.evidence.clear()
         self.before = None
-        self.version = version
+        self.version = self.serving_version = version
         self.fresh = False
         self.frozen = self.frozen or _copy(self.serving)
 
-    def go_on_from(self, version: int, state: dict[str, torch.Tensor]) -> None:
-        """Serve these heads, and train on from them; `version` was the last one offered to an
-        engine.
+    def go_on_from(self, version: int, state: dict[str, torch.Tensor], serving: int) -> None:
+        """Serve these heads, which the engine has under the number `serving`, and train on from
+        them; `version` was the last one offered to it.
 
         Raises:
             CheckpointError: they don't fit; nothing has changed.
         """
         self.adopt(max(version, self.version), state)
+        self.serving_version = serving
         self.trainer.reset_to(self.serving.trainable_state(), moments=False)
 
     def _obey(self, verdict: Verdict) -> None:
@@ -450,6 +454,7 @@ class Cycle:
             self.after.clear()
             self.serving.load_trainable_state(self.candidate.trainable_state(copied=False))
             self.version += 1
+            self.serving_version = self.version
             self.fresh = True
             self.trainer.rate = min(1.0, self.trainer.rate / SLOWER)
             self._level = verdict.candidate.mean_acceptance_length - 1 if verdict.candidate else 0.0
@@ -502,6 +507,7 @@ class Cycle:
                 self._unjudged_rows,
                 self.replayed_version,
                 self.replayed_policy_version,
+                self.serving_version,
             ],
             dtype=torch.float64,
         )
@@ -551,20 +557,19 @@ class Cycle:
         for name, value in zip(names, state["counters"].tolist(), strict=True):
             if name != GONE:
                 setattr(self, name, value)
+        self.serving_version = self.version
         if "schedule" in state:
             self.trainer.rate, self.positions_frac, *later = state["schedule"].tolist()
             if names == COUNTERS_09356BD:
                 later = []
             # States before 0.4 lack the last of the first four, and those of before it was known
-            # whose estimates they hold the two after these.
+            # whose estimates they hold the two after these, or the last one.
             later += [0.0] * (4 - len(later))
-            self.passes, self.gain, self._level, unjudged_rows, *replayed = later
+            self.passes, self.gain, self._level, unjudged_rows, *versions = later
             self._unjudged_rows = int(unjudged_rows)
-            self.replayed_version, self.replayed_policy_version = (
-                map(int, replayed)
-                if replayed
-                else (self.version - bool(self.fresh), self.last_policy_version)
-            )
+            known = (self.version - bool(self.fresh), self.last_policy_version, self.version)
+            versions = [*map(int, versions), *known[len(versions) :]]
+            self.replayed_version, self.replayed_policy_version, self.serving_version = versions
         self.last_loss, *losses = (
             state["last_losses"].tolist() if "last_losses" in state else [math.nan]
         )

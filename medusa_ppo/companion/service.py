@@ -272,13 +272,14 @@ class CompanionService:
         ids_W = self._cycle.draft_ids
         return None if ids_W is None else batch_token_ids(ids_W, *waiting)
 
-    def adopt(self, version: int, state: dict[str, PackedTensor]) -> None:
-        """The engine drafts with these heads, and `version` was the last one offered to it:
-        training continues from them, after this batch. So does a restart: from here on they are
-        what that version, or a later one that the engine never got, consists of.
+    def adopt(self, version: int, state: dict[str, PackedTensor], serving: int) -> None:
+        """The engine drafts with these heads, under the number `serving`, and `version` was the
+        last one offered to it: training continues from them, after this batch. So does a restart:
+        from here on they are what that version, or a later one that the engine never got, consists
+        of.
         """
         with self._state_lock:
-            self._go_on_from(version, state)
+            self._go_on_from(version, state, serving)
             # Never judged against the engine's heads.
             self._published = None
             if self._feeder is not None:
@@ -293,9 +294,9 @@ class CompanionService:
                 lambda: self._keep_heads(None),
             )
 
-    def _go_on_from(self, version: int, state: dict[str, PackedTensor]) -> None:
+    def _go_on_from(self, version: int, state: dict[str, PackedTensor], serving: int) -> None:
         """`Cycle.go_on_from` in all processes that learn."""
-        self._cycle.go_on_from(version, unpack(state))
+        self._cycle.go_on_from(version, unpack(state), serving)
 
     def published_state(self, version: int) -> dict[str, PackedTensor] | None:
         """Packed tensors of the last published version, for a client on another node; None if
@@ -723,6 +724,8 @@ class CompanionService:
         if folder is not None:
             self._take_over_saved(folder / STATE_FILE, again)
         if not again:
+            # A new engine gets what serves as the version that was published last.
+            self._cycle.serving_version = self._cycle.version
             self._tried(
                 "The companion's state could not be saved",
                 lambda: self._own_saved_state(resumed=folder is not None),

@@ -126,9 +126,9 @@ class Member:
             meeting.leave()  # The others must not wait for it.
             raise
 
-    def go_on_from(self, version: int, state: dict[str, PackedTensor]) -> None:
+    def go_on_from(self, version: int, state: dict[str, PackedTensor], serving: int) -> None:
         """As the leader does, whose state is this one's."""
-        self._cycle.go_on_from(version, unpack(state))
+        self._cycle.go_on_from(version, unpack(state), serving)
 
     def learn(self, handed: HandedBatch) -> None:
         """As `CompanionWorker.learn`.
@@ -246,12 +246,15 @@ class Leader(CompanionService):
             self._failures.unlink(missing_ok=True)
             return report
 
-    def _go_on_from(self, version: int, state: dict[str, PackedTensor]) -> None:
+    def _go_on_from(self, version: int, state: dict[str, PackedTensor], serving: int) -> None:
         # First here: heads that don't fit are refused, and nobody has changed.
-        super()._go_on_from(version, state)
+        super()._go_on_from(version, state, serving)
         with self._all_or_none():
             handed = ray.put(state)
-            calls = [member.go_on_from.remote(version, handed) for member in self._members.values()]
+            calls = [
+                member.go_on_from.remote(version, handed, serving)
+                for member in self._members.values()
+            ]
             ray.get(calls, timeout=self._arguments.hang_s)
 
     @contextlib.contextmanager

@@ -192,12 +192,9 @@ def lengths_over_frozen(status: CompanionStatus) -> dict[int, float]:
     """
     if status.frozen is None:
         return {}
-    rows = {status.versions_published: status.serving}
+    rows = {status.replayed_version: status.serving}
     if status.fresh:
-        rows = {
-            status.versions_published - 1: status.serving,
-            status.versions_published: status.candidate,
-        }
+        rows[status.versions_published] = status.candidate
     found = {
         version: row.mean_acceptance_length / status.frozen.mean_acceptance_length
         for version, row in rows.items()

@@ -20,6 +20,7 @@ has a reward of its own, as from a reward model that judges steps.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import random
@@ -362,6 +363,7 @@ def build_tokenizer(*, checked: bool = True) -> PreTrainedTokenizerFast:
     )
 
 
+@functools.cache
 def _words(checked: bool) -> list[str]:
     """All pieces of the task's text longer than one byte, sorted."""
     texts = (

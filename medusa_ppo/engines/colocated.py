@@ -503,10 +503,21 @@ class AttachedEngine(base.WorkerEngine):
     ) -> SwapReceipt:
         receipt = super().swap_heads(path, version, checked)
         fresh = self._kept_state.with_suffix(".new")
-        shutil.copyfile(path, fresh)
-        # Kept by a rename: if this is interrupted, the previous heads are still there.
-        fresh.replace(self._kept_state)
-        self._kept_version = version
+        try:
+            shutil.copyfile(path, fresh)
+            # Kept by a rename: if this is interrupted, the previous heads are still there.
+            fresh.replace(self._kept_state)
+        except OSError as error:  # No room. The engine has them all the same.
+            fresh.unlink(missing_ok=True)
+            logger.warning(
+                "The engine has heads version %d, but they could not be kept: after a sleep in"
+                " which it loses them it gets version %d. %s",
+                version,
+                self._kept_version,
+                error,
+            )
+        else:
+            self._kept_version = version
         return receipt
 
     def feed_again(self) -> SwapReceipt:

@@ -124,7 +124,8 @@ class Client(httpx.Client):
 
     def again(self) -> Self:
         """One like it, which is not closed."""
-        return type(self)(**self._settings)
+        # A server that is started here has its address only after its client is made.
+        return type(self)(**self._settings | {"base_url": self.base_url})
 
     def close(self) -> None:
         self._ends = True

@@ -193,7 +193,7 @@ def plan_launch(
         _refuse_quantising(config.extra.get("quantization"), {**model, **text})
         images = model.get("model_type") in VISION_FAMILIES
         if others_start:
-            config = config.model_copy(update={"runner": _runner_of_environment(config.runner)})
+            config = config.model_copy(update={"runner": _runner_of_environment(config)})
         runner = checked_runner(config, images=images)
         max_drafts = heads.num_heads
         if (config.most_drafts or 0) > max_drafts:
@@ -325,9 +325,16 @@ def _lack_of_v2() -> tuple[str, str] | None:
     return None
 
 
-def _runner_of_environment(asked: str | None) -> str:
+def _runner_of_environment(config: EngineConfig) -> str:
     """The runner of an engine that somebody else starts: vLLM follows the environment."""
+    asked = config.runner
     runner = "v2" if v2_asked() else "v1"
+    if asked is None and runner == "v1" and config.suits_v2 and _lack_of_v2() is None:
+        logger.warning(
+            "Drafting on vLLM's V1 model runner, whose drafts cost more than they saved on an H100."
+            " Set %s=1 where the loop and its engines start: docs/hooks.md#which-model-runner.",
+            V2_SWITCH,
+        )
     if asked == "v2" != runner:
         raise ConfigError(
             "The loop starts the engine, and vLLM takes its model runner from the environment.",

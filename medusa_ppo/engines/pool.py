@@ -6,6 +6,7 @@ and lost ones are restarted.
     swap, sync    all engines at once, from one file that is checked once; it is kept until the next
                   one, for engines that come late
     memory        what one engine has written goes to all others, and to restarted ones
+    Ctrl-C        in a call: closes the pool
     lost engine   its pieces go to the others; it is restarted in the background, catches up, and
                   takes pieces again. A server at an address is looked for until it is back
 
@@ -27,7 +28,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack
 
 from heads.errors import DataError, EngineError, NoRoomError, SwapError
 from medusa_ppo.contract.rollouts import Counters, EngineShare, Response, Rollouts, Sampling
@@ -82,6 +83,10 @@ class Seat:
     refused: dict[str, int] = field(default_factory=dict)
     """The versions that it did not take, of which a warning has told."""
     remembers: bool = True
+    started_for_heads: bool = False
+    """It was started again because it drafts nothing with the pool's heads; until it takes some, no
+    other start is tried for that.
+    """
     behind: bool = False
     """It can't get the pool's actor before the next sync; until then it gets no pieces."""
     share: EngineShare = field(default_factory=EngineShare)
@@ -111,8 +116,30 @@ class Load:
         return tuple(index for piece in self.pieces for index in piece)
 
 
+Given = ParamSpec("Given")
+Answer = TypeVar("Answer")
 Running = dict[Future[Rollouts | None], tuple[Seat, Load]]
 """Calls; one that returns None was made to an engine that is `behind`."""
+
+
+def _closed_by_ctrl_c(
+    method: Callable[Concatenate[EnginePool, Given], Answer],
+) -> Callable[Concatenate[EnginePool, Given], Answer]:
+    """The same method; Ctrl-C in it also closes the pool. It ends the caller's wait, but not the
+    calls in the pool's threads: servers would write for nobody, and Python waits for threads at its
+    end.
+    """
+
+    @functools.wraps(method)
+    def closing(pool: EnginePool, *args: Given.args, **kwargs: Given.kwargs) -> Answer:
+        try:
+            return method(pool, *args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                pool.close()
+            raise
+
+    return closing
 
 
 class EnginePool(base.RolloutEngine):
@@ -220,6 +247,7 @@ class EnginePool(base.RolloutEngine):
             prompts, sampling, lambda engine, piece, *asked: engine.generate_partly(*asked, partly)
         )
 
+    @_closed_by_ctrl_c
     def _generate(self, prompts: base.Prompts, sampling: Sampling, ask: Ask) -> Rollouts:
         if not prompts:
             raise DataError(
@@ -265,7 +293,7 @@ class EnginePool(base.RolloutEngine):
                         seat.away_since = None
                         seat.why = ""
         except Exception:
-            # An error leaves no engine busy; close() ends one that an interrupt left busy.
+            # An error leaves no engine busy.
             wait(running)
             raise
         self._spread_news()
@@ -447,7 +475,9 @@ class EnginePool(base.RolloutEngine):
             seat.engine = None
         if self._folder is not None:
             self._folder.close()
-        self._on_close()
+        on_close = self._on_close
+        self._on_close = lambda: None
+        on_close()
 
     # ---- asking
 
@@ -472,6 +502,7 @@ class EnginePool(base.RolloutEngine):
                 getattr(engine, METHODS[what])(path, version, checked)
             except SwapError as error:
                 if not self._goes_on_without(seat, what, error):
+                    seat.started_for_heads |= what == "heads"
                     raise
                 self._note_refused(seat, what, version, error)
                 if what == "actor":
@@ -484,6 +515,7 @@ class EnginePool(base.RolloutEngine):
         if not seat.remembers:
             engine.remember(self.memory.rows(self.policy_version))
             seat.remembers = True
+        seat.started_for_heads &= engine.heads_version < 0
         return True
 
     @staticmethod
@@ -492,8 +524,9 @@ class EnginePool(base.RolloutEngine):
         started again, which helps if it is damaged.
         """
         assert seat.engine is not None
-        has_older = what == "heads" and seat.engine.heads_version >= 0
-        return has_older or isinstance(error, NoRoomError)
+        drafts = seat.engine.heads_version >= 0
+        no_help = isinstance(error, NoRoomError)
+        return no_help or (what == "heads" and (drafts or seat.started_for_heads))
 
     @staticmethod
     def _note_refused(seat: Seat, what: str, version: int, error: SwapError) -> None:
@@ -619,6 +652,7 @@ class EnginePool(base.RolloutEngine):
         """
         return self._ask_all(self._seated(), call)
 
+    @_closed_by_ctrl_c
     def _seated(self) -> list[Seat]:
         """The seats with an engine; if there are none, waits for one to start. Raises EngineError
         if none will.
@@ -632,6 +666,7 @@ class EnginePool(base.RolloutEngine):
             self._revive()
         return self._ready()
 
+    @_closed_by_ctrl_c
     def _all_seated(self) -> list[Seat]:
         """As `_seated`, when no engine is starting any more."""
         while (
@@ -641,6 +676,7 @@ class EnginePool(base.RolloutEngine):
             self._revive()
         return self._seated()
 
+    @_closed_by_ctrl_c
     def _ask_all(
         self,
         seats: list[Seat],
@@ -718,12 +754,7 @@ class EnginePool(base.RolloutEngine):
             # The old one is closed first, because the new one needs its memory.
             old.close()
         if self._closing.wait(pause_s):
-            raise EngineError(
-                "The pool is closed.",
-                given=f"engine {index}, which was lost",
-                expected="a pool that is in use",
-                do="Start a new one.",
-            )
+            raise _closed(f"engine {index}, which was lost")
         return self._factory(index)
 
     def _revive(self) -> None:
@@ -771,6 +802,8 @@ class EnginePool(base.RolloutEngine):
         return [seat.engine for seat in self._seats if seat.engine is not None]
 
     def _none_left(self) -> EngineError:
+        if self._closing.is_set():
+            return _closed("a call after close() or Ctrl-C")
         behind = sum(seat.behind for seat in self._ready())
         if behind:
             return EngineError(
@@ -794,6 +827,15 @@ class EnginePool(base.RolloutEngine):
             + (f", or one back within {self._back_within_s:.0f} s" if self._back_within_s else ""),
             do="Read the engines' logs.",
         )
+
+
+def _closed(given: str) -> EngineError:
+    return EngineError(
+        "The pool is closed.",
+        given=given,
+        expected="a pool that is in use",
+        do="Start a new one.",
+    )
 
 
 def _not_started(error: BaseException) -> BaseException:

@@ -127,20 +127,11 @@ class EngineHost:
         self, method: str, content: np.ndarray, version: int, checked: Checked | None
     ) -> Answer:
         """Call a method that reads a file, with the file's bytes from another node."""
-        with contextlib.ExitStack() as stack:
-            try:
-                folder = OwnedFolder("medusa-ppo-received-", shared_memory=True)
-                stack.callback(folder.close)
-                content.tofile(folder.path / "state.safetensors")
-            except OSError as error:
-                refused = NoRoomError(
-                    "The engine's node has no room for a file that was sent to it.",
-                    given=f"{content.nbytes} bytes on {os.uname().nodename}: {error}",
-                    expected="room in /dev/shm",
-                    do="Enlarge /dev/shm of that node, or free memory there.",
-                )
-                return refused, self._state()
-            return self.call(method, str(folder.path / "state.safetensors"), version, checked)
+        try:
+            with received_file(content) as path:
+                return self.call(method, path, version, checked)
+        except NoRoomError as error:
+            return error, self._state()
 
     def _state(self) -> dict[str, Any]:
         return {name: getattr(self._engine, name) for name in STATE}
@@ -156,6 +147,27 @@ def _received(sent: SentFiles) -> Iterator[str]:
             content: Any = ray.get(reference)
             content.tofile(folder / name)
         yield str(folder)
+
+
+@contextlib.contextmanager
+def received_file(content: np.ndarray) -> Iterator[str]:
+    """The name of a file in this node's memory that has these bytes, from another node, during the
+    block. Raises NoRoomError if it can't be written.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = OwnedFolder("medusa-ppo-received-", shared_memory=True)
+            stack.callback(folder.close)
+            path = folder.path / "state.safetensors"
+            content.tofile(path)
+        except OSError as error:
+            raise NoRoomError(
+                "The engine's node has no room for a file that was sent to it.",
+                given=f"{content.nbytes} bytes on {os.uname().nodename}: {error}",
+                expected="room in /dev/shm",
+                do="Enlarge /dev/shm of that node, or free memory there.",
+            ) from error
+        yield str(path)
 
 
 def gpus_asked(config: EngineConfig) -> float:
@@ -182,29 +194,32 @@ _stored: dict[tuple[str, int, int], Stored] = {}
 _storing = threading.Lock()
 
 
+def put_file(path: str) -> Any:
+    """Put a file's bytes into Ray's object store; returns the reference. Raises NoRoomError if the
+    store does not take them.
+    """
+    try:
+        return ray.put(np.fromfile(path, dtype=np.uint8))
+    except RayError as error:
+        raise NoRoomError(
+            "Ray's object store did not take a file for engines on other nodes.",
+            given=f"{path}, {os.path.getsize(path)} bytes: {str(error).strip()}",
+            expected="room for it on the loop's node",
+            do="Start Ray with a larger --object-store-memory, or free disk for it.",
+        ) from error
+
+
 @contextlib.contextmanager
 def _in_store(path: str) -> Iterator[Any]:
-    """A reference to a file's bytes in Ray's object store. They are stored once for all engines
-    that are sent them at the same time, and no longer: an actor takes as much memory there as the
-    file.
-
-    Raises:
-        NoRoomError: the store did not take them.
+    """As `put_file`. The bytes are stored once for all engines that are sent them at the same time,
+    and no longer: an actor takes as much memory there as the file.
     """
     status = os.stat(path)
     # A file with the same name may be newer.
     key = (path, status.st_ino, status.st_mtime_ns)
     with _storing:
         if key not in _stored:
-            try:
-                _stored[key] = Stored(ray.put(np.fromfile(path, dtype=np.uint8)))
-            except RayError as error:
-                raise NoRoomError(
-                    "Ray's object store did not take a file for engines on other nodes.",
-                    given=f"{path}, {status.st_size} bytes: {str(error).strip()}",
-                    expected="room for it on the loop's node",
-                    do="Start Ray with a larger --object-store-memory, or free disk for it.",
-                ) from error
+            _stored[key] = Stored(put_file(path))
         stored = _stored[key]
         stored.engines += 1
     try:

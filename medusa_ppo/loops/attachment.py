@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from heads.checkpoint import load_heads, save_state
-from heads.errors import ConfigError, RunError, SavedStateError
+from heads.errors import ConfigError, RunError, SavedStateError, SwapError
 from medusa_ppo.actors.hf import HFActor
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.service import STATE_FILE
@@ -49,7 +49,7 @@ from medusa_ppo.engines.rollout_engine import Prompts, RolloutEngine, WorkerEngi
 from medusa_ppo.loops.passes import ForwardTap, Generated, RowShare, as_rollouts
 from medusa_ppo.loops.ranks import Found, Ranks, Serve, no_engine, serve_llm
 from medusa_ppo.plugin import AnyPlugin, MedusaPlugin, NoPlugin
-from medusa_ppo.plugin.medusa_plugin import initial_heads
+from medusa_ppo.plugin.medusa_plugin import VERSIONS_FOLDER, initial_heads, refuse_own_heads
 from medusa_ppo.plugin.warm_up import FOLDER as WARM_UP_FOLDER
 from medusa_ppo.plugin.warm_up import WarmUpReport
 from medusa_ppo.reports.run_files import COMPANION_FOLDER, HEADS_FOLDER
@@ -137,21 +137,30 @@ def warn_of_untrained(heads: HeadsSection) -> None:
     )
 
 
+def own_heads(folder: Path) -> tuple[Path, ...]:
+    """Where a training's folder has heads that it replaces: its companion removes all versions but
+    the last few, and its report moves the heads of an earlier training.
+    """
+    return folder / VERSIONS_FOLDER, folder / HEADS_FOLDER
+
+
 def start_or_resume(
-    start: Callable[[str], MedusaPlugin], folder: Path, version: int
+    start: Callable[[str], MedusaPlugin], config: RunConfig, folder: Path, version: int
 ) -> MedusaPlugin:
     """A plugin for a loop whose actor has this version. Above 0 the loop goes on from a checkpoint:
-    then heads go on from what the companion last saved in the run's folder, if they can.
+    then heads go on from what the companion last saved in the run's folder, if they can. Without a
+    companion they are those of `heads.path`, and the state stays for a loop that has one.
 
     Args:
         start: starts the plugin, from a folder with a companion's state; empty: anew.
+        config: the loop's settings.
 
     Raises:
         CompanionError: as `start`. A start that failed for another reason than the state may go
             well at the next try, and a new companion would write its own state over this one.
     """
     file = folder / COMPANION_FOLDER / STATE_FILE
-    if not version:
+    if not version or not config.companion.enabled:
         return start("")
     problem = "there is none"
     if file.is_file():
@@ -224,6 +233,8 @@ class Attachment:
         # even where it may not be needed. Decided once, by the user's settings: all processes
         # gather together, and only the first one has a path to go on from after a failure.
         self._needs_embedding = config.heads.kind == "hydra" or bool(config.heads.path)
+        # By the user's settings, which a training that is started again has, too.
+        self._named_heads = config.heads.path
         self.engine: RolloutEngine | None = None
         self.plugin: AnyPlugin = NoPlugin()
         self._home = OwnedFolder("medusa-ppo-loop-", shared_memory=True)
@@ -356,7 +367,12 @@ class Attachment:
             # The heads first: what is reported about the new actor belongs to the heads that are
             # then loaded.
             if isinstance(self.engine, AttachedEngine) and lost_heads:
-                self.engine.feed_again()
+                try:
+                    self.engine.feed_again()
+                except SwapError as error:
+                    # It drafts nothing until the plugin has fed it, before the next generation.
+                    self.engine.heads_version = -1
+                    logger.warning("The engine did not get its heads after its sleep. %s", error)
             if isinstance(self.engine, WorkerEngine):
                 self.engine.target_changed(self._policy_version)
 
@@ -474,12 +490,13 @@ class Attachment:
         engine, folder = self.engine, self.folder
         # The writer asks once more; but a companion removes the state that it finds.
         refuse_second_writer(folder)
+        refuse_own_heads(self._named_heads, *own_heads(folder))
 
         def start(state: str) -> MedusaPlugin:
             self._goes_on = bool(state)
             return MedusaPlugin.start(self.config, actor, engine, folder, resume_from=state)
 
-        plugin = start_or_resume(start, folder, self._policy_version)
+        plugin = start_or_resume(start, self.config, folder, self._policy_version)
         self._stack.callback(plugin.close)
         self.plugin = plugin
         path = self.config.heads.path
@@ -708,6 +725,9 @@ class DraftingEngine:
         # `pop_all` keeps it all.
         with contextlib.ExitStack() as stack:
             wanted = as_config(config) is not None
+            if config.companion.enabled:
+                # Before the engine, whose start takes minutes.
+                refuse_own_heads(config.heads.path, self._folder / VERSIONS_FOLDER)
             if wanted:
                 # A second companion would remove the first one's state.
                 stack.enter_context(only_one_in(self._folder, "DraftingEngine", "run_dir"))
@@ -720,7 +740,7 @@ class DraftingEngine:
             )
             heads = None
             if wanted:
-                # Not in the run's folder: versions are there, and heads.path may name one of them.
+                # Not in the run's folder, where the versions are.
                 first = OwnedFolder("medusa-ppo-heads-")
                 stack.callback(first.close)
                 heads = MedusaPlugin.prepare_heads(config, actor, first.path / "heads")
@@ -730,9 +750,9 @@ class DraftingEngine:
                 )
             )
             if wanted:
-                if not step:
+                if not step and config.companion.enabled:
                     _keep_earlier(self._folder)
-                plugin = start_or_resume(self._start, self._folder, step)
+                plugin = start_or_resume(self._start, config, self._folder, step)
                 stack.callback(plugin.close)
                 self.plugin = plugin
                 self._tap = ForwardTap(actor, plugin)

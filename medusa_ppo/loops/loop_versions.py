@@ -32,25 +32,25 @@ CHECKED: dict[str, tuple[str, ...]] = {
 signatures with what we rely on; empty: it could never be run.
 """
 INSTALLED_OTHERWISE: dict[str, str] = {
-    # TRL takes several of vLLM's releases; with this one its environment was made and run.
-    "trl": "'trl[vllm]=={version}.*' 'vllm==0.31.*'",
+    # TRL's own extra brings vLLM 0.31, with which drafts gain less on a GPU (docs/hooks.md).
+    "trl": "'medusa-ppo[trl,vllm]' 'trl=={version}.*'",
     # The extra that brings SkyRL's engine pins a package that PyPI lacks (docs/hooks.md).
-    "skyrl": "'skyrl[skyrl-train]=={version}.*'",
+    "skyrl": "'medusa-ppo[skyrl]' 'skyrl[skyrl-train]=={version}.*'",
 }
-"""Distribution -> what pip is asked for beside us, where that isn't the loop with its `[vllm]`."""
+"""Distribution -> what pip is asked for, where that isn't the loop with its `[vllm]` beside us."""
 _told: set[str] = set()
 
 
 def install_command(name: str) -> str:
-    """The command that installs the last release of a loop that was run, beside us and with the
-    vLLM and the transformers that it declares; `make installs` resolves these.
+    """The command that installs the last release of a loop that was run, beside us and with a vLLM
+    and a transformers that both take; `make installs` resolves these.
     """
     package = name.split(".")[0]
     if not CHECKED[name]:
         return "see docs/hooks.md"
-    loop = INSTALLED_OTHERWISE.get(package, f"'{package}[vllm]=={{version}}.*'")
-    loop = loop.format(version=CHECKED[name][-1])
-    return f"pip install 'medusa-ppo[{package}]' {loop}"
+    usual = f"'medusa-ppo[{package}]' '{package}[vllm]=={{version}}.*'"
+    what = INSTALLED_OTHERWISE.get(package, usual).format(version=CHECKED[name][-1])
+    return f"pip install {what}"
 
 
 def require_loop(name: str) -> str:

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-import numpy as np
 import ray
 import torch
 from safetensors import safe_open
 
 from heads.checkpoint import refuse_foreign_folder, save_heads, save_state
-from heads.errors import ConfigError
+from heads.errors import ConfigError, NoRoomError
 from medusa_ppo.actors.hf import (
     embedding_weight,
     lm_head_weight,
@@ -35,20 +34,22 @@ from medusa_ppo.contract.rollout_batch import RolloutBatch
 from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
 from medusa_ppo.engines.colocated import AttachedEngine, Call, process_counters
 from medusa_ppo.engines.launch import HOST, SERVER_MODULE, engine_flags, plan_launch
+from medusa_ppo.engines.ray_engine import put_file, received_file
 from medusa_ppo.loops.attachment import (
     OURS,
     Attachment,
+    own_heads,
     refuse_broadcast,
     start_or_resume,
     warn_of_idle_settings,
 )
 from medusa_ppo.loops.passes import RowTap
-from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table
+from medusa_ppo.plugin.medusa_plugin import MedusaPlugin, heads_for_table, refuse_own_heads
 from medusa_ppo.reports.store import refuse_second_writer
 from medusa_ppo.runtime.control_guard import GUARD, TOKEN, secret_of
-from medusa_ppo.runtime.files import OwnedFolder
 from medusa_ppo.runtime.processes import on_one_node
 from medusa_ppo.runtime.state_receiver import RECEIVER
+from medusa_ppo.vllm_plugin.worker_calls import as_data
 
 logger = logging.getLogger(__name__)
 
@@ -73,11 +74,14 @@ class SentFile:
 def call_all(engines: list[Any], method: str, args: tuple[Any, ...]) -> list[Any]:
     """Call a worker method on every worker of every engine. If the first argument is a file, it
     also reaches engines on other nodes (`arrived`).
+
+    Raises:
+        NoRoomError: Ray's object store did not take the file.
     """
     path = args[0] if args else None
     sent = None
     if isinstance(path, str) and os.path.isfile(path) and not on_one_node():
-        content = ray.put(np.fromfile(path, np.uint8))
+        content = put_file(path)
         sent = SentFile(ray.get_runtime_context().get_node_id(), [content])
     calls = [engine.medusa_call.remote(method, args, sent) for engine in engines]
     return [answer for answers in ray.get(calls) for answer in answers]
@@ -87,15 +91,16 @@ def call_all(engines: list[Any], method: str, args: tuple[Any, ...]) -> list[Any
 async def arrived(args: tuple[Any, ...], sent: SentFile | None) -> AsyncIterator[tuple[Any, ...]]:
     """In an engine's process: the arguments of a call. If the driver is on another node, they name
     a copy of the file in this node's shared memory.
+
+    Raises:
+        NoRoomError: there is no room for the copy.
     """
     if sent is None or sent.node == ray.get_runtime_context().get_node_id():
         yield args
         return
     content = await sent.content[0]
-    with contextlib.closing(OwnedFolder("medusa-ppo-received-", shared_memory=True)) as folder:
-        path = folder.path / "state.safetensors"
-        content.tofile(path)
-        yield (str(path), *args[1:])
+    with received_file(content) as path:
+        yield (path, *args[1:])
 
 
 def sum_counters(engines: list[Any]) -> Counters:
@@ -139,6 +144,7 @@ class RemoteAttachment(Attachment):
         super().__init__(config)
         # Before heads are written there: the other one's engines start with those.
         refuse_second_writer(folder)
+        refuse_own_heads(config.heads.path, *own_heads(folder))
         self.folder = folder
         # Tables are read from files: the actor is in other processes, which start only after the
         # engines.
@@ -197,7 +203,7 @@ class RemoteAttachment(Attachment):
                 self.config, self._heads, self._tables, engine, folder, resume_from=state
             )
 
-        self.plugin = start_or_resume(begin, folder, version)
+        self.plugin = start_or_resume(begin, self.config, folder, version)
         self._stack.callback(self.plugin.close)
         self._open_folder(untrained=self._heads.untrained)
         # What engines have generated so far (warm-up, validation) is no rollout of this training.
@@ -408,11 +414,15 @@ class EngineCalls:
         self, method: str, args: tuple[Any, ...], sent: SentFile | None = None
     ) -> list[Any]:
         """Call a method of the worker extension on all workers of this engine."""
-        async with arrived(args, sent) as found:
-            answers: list[Any] = await getattr(self, self.medusa_engine).collective_rpc(
-                method, args=found
-            )
-            return answers
+        try:
+            async with arrived(args, sent) as found:
+                answers: list[Any] = await getattr(self, self.medusa_engine).collective_rpc(
+                    method, args=found
+                )
+                return answers
+        except NoRoomError as error:
+            # Raised, it would be Ray's error for the driver, and end the loop.
+            return [as_data(error)]
 
     async def medusa_counters(self) -> Counters:
         """vLLM's counters since the start."""

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from heads.checkpoint import load_heads, save_heads
-from heads.errors import CheckpointError, DataError
+from heads.errors import CheckpointError, ConfigError, DataError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import Actor, as_view
@@ -67,6 +67,8 @@ from medusa_ppo.plugin.warm_up import WarmUpReport, warm_up_figures
 
 logger = logging.getLogger(__name__)
 
+VERSIONS_FOLDER = "heads"
+"""Folder within the run's of the heads that the companion has published."""
 DRAIN_TIMEOUT_S = 600.0
 WAIT_SLICE_S = 1.0
 TRAINED_AFTER_S = 60.0
@@ -200,6 +202,9 @@ class MedusaPlugin:
             engine: a running engine that was started with the prepared heads.
             run_dir: the run's folder.
             resume_from: folder that `save` wrote; empty: begin anew.
+
+        Raises:
+            ConfigError: `heads.path` is one of the versions that the companion would remove.
         """
         heads = initial_heads(config, model)
         return cls.start_from_tables(
@@ -222,6 +227,7 @@ class MedusaPlugin:
         """
         companion = None
         if config.companion.enabled:
+            refuse_own_heads(config.heads.path, Path(run_dir) / VERSIONS_FOLDER)
             companion = CompanionClient(
                 heads.config,
                 config.companion,
@@ -416,9 +422,9 @@ class MedusaPlugin:
             back = self.installer.take_back()
             if self._companion is not None:
                 if back and self._heads is not None:
-                    heads, _ = self.installer.heads_to_save(lambda: None)
+                    heads, serving = self.installer.heads_to_save(lambda: None)
                     self._companion.go_on_from(
-                        self.installer.known_version, heads.trainable_state()
+                        self.installer.known_version, heads.trainable_state(), serving
                     )
                 published = self._ask_for_heads(self._companion)
                 if published is not None:
@@ -857,6 +863,25 @@ def _refuse_versions(folder: Path) -> None:
             do="Name another one, e.g. RUN_DIR/heads-start. To go on from what the heads have"
             " learned: MedusaPlugin.start(..., resume_from=RUN_DIR/companion).",
         )
+
+
+def refuse_own_heads(path: str | None, *folders: Path) -> None:
+    """Raise ConfigError if a run is to start with heads in a folder whose content it removes or
+    replaces: with the same settings it could not be started again.
+
+    Args:
+        path: the run's `heads.path`.
+        folders: those folders.
+    """
+    for folder in folders:
+        if path and Path(path).resolve().is_relative_to(folder.resolve()):
+            raise ConfigError(
+                "The run would replace the heads that it starts with.",
+                given=f"heads.path={path}",
+                expected=f"a folder outside {folder}",
+                do=f"Copy it (cp -r {path} {folder.with_name('heads-start')}) and name the copy,"
+                " which the run reads whenever it is started again.",
+            )
 
 
 def initial_heads(config: RunConfig, model: Actor) -> MedusaHeads:

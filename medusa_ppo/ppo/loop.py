@@ -406,6 +406,9 @@ class PPOLoop:
         with self.progress.phase(phases.EVALUATE, step) as evaluate_s:
             asked = [p.token_ids for p in prompts.prompts]
             found = self.engine.generate(asked, evaluation_sampling(self.config))
+            # What was chosen for these steps is none of the next rollouts'.
+            if self.config.engine.chooses_drafts:  # medusa
+                self.engine.choices()  # medusa
             with self._reading_roles(judging=True):
                 means = self._reward_metrics(self._rewards(found, prompts.prompts))
                 values = {names.EVAL_REWARD: means[names.REWARD_MEAN]}

@@ -70,8 +70,6 @@ from medusa_ppo.reports.trackers import plain
 logger = logging.getLogger(__name__)
 
 FOLDER = CHECKPOINT_FOLDER
-VERSIONS_FOLDER = "heads"
-"""Folder of the heads that the companion has published."""
 STATE_FILE = "state.json"
 MEMORY_FILE = "memory.safetensors"
 EVALUATION_FILE = "evaluation.json"

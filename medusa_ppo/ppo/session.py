@@ -32,6 +32,7 @@ from medusa_ppo.engines.pool import EnginePool
 from medusa_ppo.engines.ray_engine import make_engine
 from medusa_ppo.engines.rollout_engine import RolloutEngine
 from medusa_ppo.plugin import AnyPlugin, MedusaPlugin, NoPlugin
+from medusa_ppo.plugin.medusa_plugin import VERSIONS_FOLDER, refuse_own_heads
 from medusa_ppo.plugin.warm_up import FOLDER as WARM_UP_FOLDER
 from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo import run_state
@@ -117,6 +118,8 @@ class RunSession:
         # The writer asks once more when it begins, but until then models are loaded, and what seems
         # to be a killed run's is removed.
         refuse_second_writer(config.run_dir)
+        own = (config.run_dir / name for name in (VERSIONS_FOLDER, HEADS_FOLDER))
+        refuse_own_heads(config.heads.path, *own)
         torch.set_num_threads(config.ppo.threads or 1)
         warmed_up = False
         if resume and run_state.only_warmed_up(config.run_dir):
@@ -154,7 +157,7 @@ class RunSession:
             resume_step=next_step,
             copy=lines,
             # Before the companion starts, which writes there.
-            moves=(COMPANION_FOLDER, run_state.VERSIONS_FOLDER),
+            moves=(COMPANION_FOLDER, VERSIONS_FOLDER),
         )
         if not resume and not warmed_up:  # Left by an earlier run in this folder.
             remove_directory(config.run_dir / WARM_UP_FOLDER)

@@ -70,7 +70,7 @@ def question_of(
     section = run.heads if run else HeadsSection(num_heads=max(1, len(accepted.shares)))
     heads = trained or section.sizes(model.hidden, model.vocab)
     engine = run.engine if run else EngineConfig()
-    ranks = options.tp or int(engine.extra.get("tensor_parallel_size", 1))
+    ranks = _ranks(options, engine)
     prompt = options.prompt or (run.data.max_prompt_tokens if run else PROMPT)
     drafts = None if options.drafts < 0 else options.drafts
     if drafts is None and isinstance(engine.num_drafts, int):
@@ -94,6 +94,28 @@ def question_of(
         loop=_loop(options, run),
         longest=longest,
     )
+
+
+def unpredicted(options: PredictOptions, run: RunConfig, raw: Mapping[str, Any]) -> str:
+    """The run's setting with which engines on V2 work as no prediction for a GPU assumes: steps are
+    not scheduled ahead, or the kernels of drafting are launched one by one. Empty: there is none.
+    """
+    engine = run.engine
+    if _runner(options, run, raw, _ranks(options, engine)) == "v1":
+        return ""
+    if engine.stop_below:
+        return f"engine.stop_below={engine.stop_below:g}"
+    if engine.memory_bytes:
+        return f"engine.memory_bytes={engine.memory_bytes}"
+    return (
+        "engine.extra.async_scheduling=false"
+        if engine.extra.get("async_scheduling") is False
+        else ""
+    )
+
+
+def _ranks(options: PredictOptions, engine: EngineConfig) -> int:
+    return options.tp or int(engine.extra.get("tensor_parallel_size", 1))
 
 
 def _runner(

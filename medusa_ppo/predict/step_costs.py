@@ -40,7 +40,8 @@ class StepCosts:
             us at 64 sequences and 15 at 16 (53 and 66 if steps are not scheduled ahead).
         v2_host_s, v2_host_sequence_s: the host's time for a plain step on V2, and per running
             sequence. The device works meanwhile, so the longer of the two counts. From a 1.5B's
-            shape on that machine, with 1 and 32 sequences.
+            shape on that machine, with 1 and 32 sequences. An engine without heads is on V2
+            whatever the one with heads is on, and no step on V1 is taken to be shorter either.
         v2_drafted_host_s, v2_drafted_host_sequence_s: the same for a step with drafts, from that
             shape with one sequence and the 8B's with 64, which takes no longer.
         pass_host_s: the host's time for one pass of a drafter that runs pass by pass. The device

@@ -43,7 +43,7 @@ class Steps(Protocol):
 
 
 class GpuSteps:
-    """Step times on GPUs, added up from their operations."""
+    """Step times on GPUs, added up from their operations. None is below the host's time for it."""
 
     def __init__(
         self,
@@ -52,8 +52,16 @@ class GpuSteps:
         times: RooflineTimes,
         ranks: int = 1,
         runner: Literal["v1", "v2"] = "v2",
+        *,
+        least_host: bool = True,
     ) -> None:
-        """`runner`: vLLM's model runner; V2 schedules its steps ahead."""
+        """
+        Args:
+            runner: vLLM's model runner of the engine with heads; V2 schedules its steps ahead.
+                Without heads it is vLLM's own choice.
+            least_host: a step takes at least the host's time for one on V2. Earlier releases of
+                vLLM, without V2, had other hosts.
+        """
         self.model = model
         self.drafter = drafter
         self.source = times.source
@@ -61,11 +69,11 @@ class GpuSteps:
         self._costs: StepCosts = times.costs
         self._ranks = ranks
         self._v2 = runner == "v2"
+        self._least_host = least_host
 
     def plain(self, sequences: float, context: float) -> float:
-        costs = self._costs
-        seconds = self.forward(sequences, 1, context) + costs.plain_host_s
-        return max(seconds, self._host(sequences)) if self._v2 else seconds
+        seconds = self.forward(sequences, 1, context) + self._costs.plain_host_s
+        return max(seconds, self._host(sequences))
 
     def drafted(self, sequences: float, drafts: int, context: float) -> float:
         costs = self._costs
@@ -73,13 +81,16 @@ class GpuSteps:
         configured = costs.plain_host_s + costs.draft_host_s + of_each * sequences
         seconds = self.forward(sequences, drafts + 1, context) + configured
         seconds += self.drafting(sequences, drafts, context) if drafts else 0.0
-        if not self._v2:
-            return seconds
-        host = costs.v2_drafted_host_s + costs.v2_drafted_host_sequence_s * sequences
-        return max(seconds, host if drafts else self._host(sequences))
+        # V1's host has as much to do, and the device waits for it.
+        return max(seconds, self._host(sequences, drafts))
 
-    def _host(self, sequences: float) -> float:
-        return self._costs.v2_host_s + self._costs.v2_host_sequence_s * sequences
+    def _host(self, sequences: float, drafts: int = 0) -> float:
+        if not self._least_host:
+            return 0.0
+        costs = self._costs
+        if drafts:
+            return costs.v2_drafted_host_s + costs.v2_drafted_host_sequence_s * sequences
+        return costs.v2_host_s + costs.v2_host_sequence_s * sequences
 
     def prefill(self, tokens: float) -> float:
         return tokens / PREFILL_ROWS * self.forward(1, PREFILL_ROWS, PREFILL_ROWS / 2)

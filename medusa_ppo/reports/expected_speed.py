@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from heads.errors import MedusaError
 from medusa_ppo.config.run_config import RunConfig
 from medusa_ppo.contract import metrics as m
-from medusa_ppo.predict.asking import Accepted, question_of
+from medusa_ppo.predict.asking import Accepted, question_of, unpredicted
 from medusa_ppo.predict.gpus import GPUS, GpuFigures
 from medusa_ppo.predict.predict_options import PredictOptions
 from medusa_ppo.predict.prediction import Prediction, Question, predict_on_gpu
@@ -26,7 +26,7 @@ LEAST_SHARE = 1e-6
 
 def expected_speed(run: Run, acceptance: list[float] | None) -> Prediction | None:
     """The prediction; None if the GPU, the actor or the acceptance is unknown, or for engines on
-    V2 that did not schedule their steps ahead, which it does not cover.
+    V2 that worked in a way that no prediction covers.
     """
     gpu = _gpu(run)
     config = _config(run)
@@ -43,7 +43,7 @@ def expected_speed(run: Run, acceptance: list[float] | None) -> Prediction | Non
     options = PredictOptions(model=config.model.path, length_mean=max(1.0, fmean(lengths)))
     try:
         question = question_of(options, raw, Accepted(falling, "as the engine counted"), config)
-        if not _as_predicted(run, config, question):
+        if unpredicted(options, config, raw) or not _scheduled_ahead(run, question):
             return None
         return predict_on_gpu(question, gpu)
     except MedusaError:
@@ -51,16 +51,10 @@ def expected_speed(run: Run, acceptance: list[float] | None) -> Prediction | Non
         return None
 
 
-def _as_predicted(run: Run, config: RunConfig, question: Question) -> bool:
-    """Whether these engines worked as the prediction assumes of their runner."""
-    if question.runs_on == "v1":
-        return True
+def _scheduled_ahead(run: Run, question: Question) -> bool:
+    """Whether the run's vLLM scheduled steps ahead, as the prediction assumes of V2."""
     version = run.section("versions").get("vllm")
-    return (
-        not config.engine.stop_below
-        and config.engine.extra.get("async_scheduling") is not False
-        and (version is None or schedules_ahead(str(version)))
-    )
+    return question.runs_on == "v1" or version is None or schedules_ahead(str(version))
 
 
 def _gpu(run: Run) -> GpuFigures | None:

@@ -32,6 +32,10 @@ LEAST_DRAFTED = 0.05
 """Where fewer of the steps have drafts, what one costs can't be told: the pairs' noise is divided
 by this share.
 """
+MOSTLY_DRAFTED = 0.9
+"""Where fewer of the steps have drafts, and steps are of different sizes, those without drafts are
+mostly the larger ones, and one of these is no measure of what a small one costs.
+"""
 
 WORTH_PHASES = {
     STEP_S: "a whole PPO step",
@@ -473,10 +477,13 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
     if share := some_drafted(summary):
         text += f" with drafts ({share} of all)"
     drafted = summary["drafted_frac"]
-    # A draft step costs as much as this many plain steps, so with fewer tokens it is slower.
-    price = _draft_step_price(accepted, speed, 1.0 if drafted is None else drafted)
+    choices = choice_rows(run)
+    price = None
+    if drafted is None or drafted >= MOSTLY_DRAFTED or len(choices) == 1:
+        # A draft step costs as much as this many plain steps, so with fewer tokens it is slower.
+        price = _draft_step_price(accepted, speed, 1.0 if drafted is None else drafted)
     text += "." if price is None else f"; it pays above {w.length(price)}."
-    rows = [(row.running, row.speedup) for row in choice_rows(run) if row.speedup is not None]
+    rows = [(row.running, row.speedup) for row in choices if row.speedup is not None]
     for verb, running in (
         # At exactly 1 the engine chose to draft nothing.
         ("pays", [running for running, ratio in rows if ratio > 1]),
@@ -507,12 +514,14 @@ def advice(run: Run, summary: dict[str, Any]) -> str:
 
 def _draft_step_price(accepted: float, speed: float, drafted: float) -> float | None:
     """How many plain steps a step with drafts costs, if this share of the steps has drafts and
-    writes `accepted` tokens; None if too few have.
+    writes `accepted` tokens; None if too few have, or if it is less than one, which only noise of
+    the pairs can give.
     """
     if drafted < LEAST_DRAFTED:
         return None
     tokens = 1.0 + drafted * (accepted - 1.0)
-    return (tokens / speed - (1.0 - drafted)) / drafted
+    price = (tokens / speed - (1.0 - drafted)) / drafted
+    return price if price >= 1.0 else None
 
 
 def reason_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -526,13 +535,17 @@ def reason_rows(summary: dict[str, Any]) -> list[tuple[str, str, str]]:
 def version_rows(run: Run) -> list[VersionRow]:
     """One row per stretch of steps with the same version, oldest first."""
     known = [step for step in run.steps if number(step.get(m.HEADS_VERSION)) is not None]
-    judged = judgements(run.steps)
+    # All at once: a run may have thousands of versions, and as many judgements.
+    judged: dict[float | None, list[dict[str, Any]]] = {}
+    for step in judgements(run.steps):
+        judged.setdefault(number(step.get(m.REPLAY_HEADS_VERSION)), []).append(step)
 
     def judgements_of(version: float, stretch: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        # The judgement by which heads are replaced stands in a step of their successors.
-        found = [step for step in judged if number(step.get(m.REPLAY_HEADS_VERSION)) == version]
-        # Lines of earlier releases don't say which heads were judged.
-        return found or [step for step in stretch if m.REPLAY_HEADS_VERSION not in step]
+        # The judgement by which heads are replaced stands in a step of their successors. Lines of
+        # earlier releases don't say which heads were judged.
+        return judged.get(version) or [
+            step for step in stretch if m.REPLAY_HEADS_VERSION not in step
+        ]
 
     return [
         _version_row(int(version), stretch := list(steps), judgements_of(version, stretch))

@@ -4,10 +4,12 @@ into a file of the server's own shared memory, where its workers read it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 from medusa_ppo.runtime.files import SHARED_MEMORY, OwnedFolder
@@ -51,21 +53,20 @@ class StateReceiver:
         size = int(given) if given.isdigit() else 0
         # The previous file is removed first, because there may not be room for two.
         self._forget()
-        self._folder = OwnedFolder("medusa-ppo-received-", shared_memory=True)
-        free = shutil.disk_usage(self._folder.path).free
-        if not 0 < size <= (1 - SPARED) * free:
+        try:
+            self._folder = OwnedFolder("medusa-ppo-received-", shared_memory=True)
+            free = shutil.disk_usage(self._folder.path).free
+            if not 0 < size <= (1 - SPARED) * free:
+                self._forget()
+                text = f"{size} bytes; {free} are free in {SHARED_MEMORY} of the server's node"
+                return 413, {"error": text}
+            path = self._folder.path / "state.safetensors"
+            count = await _written(path, size, receive)
+        except OSError as error:
+            # Others need what it has taken so far, and this server may get no other file.
             self._forget()
-            text = f"{size} bytes; {free} are free in {SHARED_MEMORY} of the server's node"
+            text = f"{size} bytes don't fit into {SHARED_MEMORY} of the server's node: {error}"
             return 413, {"error": text}
-        path = self._folder.path / "state.safetensors"
-        count, more = 0, True
-        with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:
-            while more and count <= size:
-                message = await receive()
-                body = message.get("body", b"")
-                count += len(body)
-                file.write(body)
-                more = message["type"] == "http.request" and message.get("more_body", False)
         if count != size:
             self._forget()
             return 400, {"error": f"{count} bytes arrived, but Content-Length is {size}"}
@@ -75,3 +76,19 @@ class StateReceiver:
         if self._folder is not None:
             self._folder.close()
             self._folder = None
+
+
+async def _written(path: Path, size: int, receive: Receive) -> int:
+    """Write the request's body; returns how many bytes came. Raises OSError if there is no room."""
+    count, more = 0, True
+    with open(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600), "wb") as file:
+        # All of its room now: other servers of this node that are sent the same actor go by the
+        # same free bytes. In a thread, because the kernel fills it with zeros.
+        await asyncio.to_thread(os.posix_fallocate, file.fileno(), 0, size)
+        while more and count <= size:
+            message = await receive()
+            body = message.get("body", b"")
+            count += len(body)
+            file.write(body)
+            more = message["type"] == "http.request" and message.get("more_body", False)
+    return count

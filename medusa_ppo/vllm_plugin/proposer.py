@@ -466,7 +466,7 @@ class MedusaProposer(Drafter):
             self.draft_vocabulary.observe(sampled_token_ids)
             if self.draft_vocabulary.due:
                 self._refresh_vocabulary()
-        if (self.choose and self.num_drafts) or self._calibrating is not None:
+        if self._learns_from_steps:
             self._learn_from_step(sampled_token_ids, drafted, scheduled_tokens)
         accepted = [max(len(tokens) - 1, 0) for tokens in sampled_token_ids]
         if self.memory is not None:
@@ -520,6 +520,13 @@ class MedusaProposer(Drafter):
             copier.write(ring, *sending.sent(part_3N, self.device).unbind(0))
         longest = int(self._tokens_B.max())
         return copier.find(ring, self._seats.slots_B, self._positions_B - 1, longest)
+
+    @property
+    def _learns_from_steps(self) -> bool:
+        """Whether steps are timed and counted. Not where drafting is switched off, as for the plain
+        half of a timed pair: those steps are no choice.
+        """
+        return (self.choose and self.num_drafts > 0) or self._calibrating is not None
 
     def _learn_from_step(
         self,

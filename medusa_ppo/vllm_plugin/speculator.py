@@ -344,7 +344,7 @@ class HeldHeads(MedusaProposer):
         if last is not None:
             # Before the clock is read: what has passed then ends with what the device has done.
             last.sampled.arrived()
-        timed = self.choose or self._calibrating is not None
+        timed = self._learns_from_steps
         seconds = self._seconds_of_step() if timed else None
         if self.device.type != "cpu":
             # This step's work is only queued: what has passed since the last call was the last

@@ -58,7 +58,7 @@ def reports_errors(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[
         try:
             return method(self, *args, **kwargs)
         except MedusaError as error:
-            return _as_data(error)
+            return as_data(error)
 
     return wrapped
 
@@ -77,7 +77,7 @@ def always_answers(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[
             return reporting(self, *args, **kwargs)
         except Exception as error:
             logger.exception("%s failed; the engine goes on without it.", method.__name__)
-            return _as_data(
+            return as_data(
                 errors.EngineError(
                     "A worker met an unexpected error.",
                     given=f"{method.__name__}: {type(error).__name__}: {error}"[:1000],
@@ -89,7 +89,8 @@ def always_answers(method: Callable[..., dict[str, Any]]) -> Callable[..., dict[
     return wrapped
 
 
-def _as_data(error: MedusaError) -> dict[str, Any]:
+def as_data(error: MedusaError) -> dict[str, Any]:
+    """A worker's answer that reports an error; `raise_reported` raises it."""
     texts = {
         key: None if value is None else str(value)
         for key, value in (("given", error.given), ("expected", error.expected))

@@ -24,7 +24,7 @@ SYNOPSIS = re.compile(r"\[|\.\.\.|\|")
 
 
 SHELL = re.compile(
-    r"(?:[A-Z_]+=\S+ +)*(?:taskset -c \d+ +)?"
+    r"(?:[A-Z][A-Z0-9_]*=\S+ +)*(?:taskset -c \d+ +)?"
     r"(medusa-ppo (?:(?:bench|feed|companion) )?[a-z-]+|python [\w/]+\.py"
     r"|(?:make|ray|kubectl|vllm|pip|uv|git) [a-z-]+|torchrun|export)(?: |$)"
 )

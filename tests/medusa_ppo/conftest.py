@@ -119,10 +119,10 @@ class RecordingCompanion:
         self.takes_turns = False
         self.turns: list[float] = []
         self.gave_way: list[bool] = []
-        self.taken_back: list[tuple[int, dict[str, torch.Tensor]]] = []
+        self.taken_back: list[tuple[int, dict[str, torch.Tensor], int]] = []
 
-    def go_on_from(self, version: int, state: dict[str, torch.Tensor]) -> None:
-        self.taken_back.append((version, state))
+    def go_on_from(self, version: int, state: dict[str, torch.Tensor], serving: int) -> None:
+        self.taken_back.append((version, state, serving))
 
     def give_way(self, wanted: bool) -> None:
         self.gave_way.append(wanted)

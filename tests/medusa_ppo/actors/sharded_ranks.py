@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.errors import MedusaError
+from medusa_ppo.actors import actor_tables
 from medusa_ppo.actors.hf import HFActor, HiddenTap, lm_head_weight
 
 VOCAB, WIDTH, RATE = 50, 32, 0.5
 RANKS = 2
+PIECE = 5 * VOCAB * 4
+"""Bytes of five columns: the last piece has fewer."""
 
 
 def tiny(tied: bool = False) -> LlamaForCausalLM:
@@ -95,6 +99,7 @@ FORMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp1": lambda model: fsdp1(model, True),
     "fsdp1-flat": lambda model: fsdp1(model, False),
     "fsdp2": fsdp2,
+    "fsdp2-pieces": fsdp2,
     "fsdp2-checkpointed": lambda model: fsdp2(checkpointed(model)),
     "ddp-checkpointed": lambda model: DistributedDataParallel(checkpointed(model)),
     "ddp-compiled": lambda model: torch.compile(
@@ -222,7 +227,16 @@ def reference(form: str) -> dict[str, Any]:
 
 
 def check(form: str, rank: int) -> dict[str, Any]:
-    tapped = train(form, rank, True)
+    gathered: list[int] = []
+    whole = actor_tables._full
+
+    def noted(weight: torch.Tensor) -> torch.Tensor:
+        gathered.append(weight.nbytes)
+        return whole(weight)
+
+    most = PIECE if form == "fsdp2-pieces" else actor_tables.PIECE_BYTES
+    with mock.patch.multiple(actor_tables, PIECE_BYTES=most, _full=noted):
+        tapped = train(form, rank, True)
     plain = train(form, rank, False)
     expected = reference(form)
     same = tapped["weights"].keys() == plain["weights"].keys() and all(
@@ -246,6 +260,7 @@ def check(form: str, rank: int) -> dict[str, Any]:
         "changed": tapped["changed"],
         "again": tapped["again"],
         "bytes": tapped["bytes"],
+        "largest": max(gathered, default=0),
     }
 
 

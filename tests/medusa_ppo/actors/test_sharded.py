@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 TABLE = 50 * 32 * 4
-CUT = ("fsdp1", "fsdp1-flat", "fsdp2", "fsdp2-checkpointed")
+CUT = ("fsdp1", "fsdp1-flat", "fsdp2", "fsdp2-pieces", "fsdp2-checkpointed")
 WHOLE = ("ddp", "ddp-checkpointed")
 
 
@@ -63,6 +63,12 @@ def holds(
 @pytest.mark.parametrize("form", [*CUT, *WHOLE])
 def test_each_form_is_tapped_gathered_and_left_alone(form: str, ranks: dict[str, Any]):
     holds(ranks[form], cut=form in CUT)
+
+
+def test_no_rank_holds_more_of_a_table_than_a_piece(ranks: dict[str, Any]):
+    """All ranks' devices had the whole table for a moment, 2.5 GB of an 8B's in float32."""
+    assert {rank["largest"] for rank in ranks["fsdp2"]} == {TABLE}
+    assert {rank["largest"] for rank in ranks["fsdp2-pieces"]} == {5 * 50 * 4}
 
 
 @pytest.mark.slow

@@ -560,7 +560,7 @@ def test_a_version_from_before_the_companion_was_told_is_not_offered(
     monkeypatch.setattr(client, "_call", lambda name, *_: answers[name])
     assert client.newest(3, 60) == published
     client._poll = answer  # In flight while the engine's heads are told.
-    client.go_on_from(3, {})
+    client.go_on_from(3, {}, 3)
     assert client.newest(3, 60) is None
     assert client.newest(3, 60) is None, "nor one that is asked for before they are there"
     ray.cancel(pending, force=True)
@@ -683,7 +683,7 @@ def test_a_version_that_does_not_arrive_from_another_node_is_asked_for_again(
     assert client.newest(0, 0.1) is None and "did not arrive within" in client._error
     assert client.newest(0, 0.1) is None and fetched == [1, 1]
     monkeypatch.setattr(client, "_call", lambda *_: ray.put(None))
-    client.go_on_from(0, {})
+    client.go_on_from(0, {}, 0)
     assert client._fetch is None
     (tmp_path / "gate").touch()
     monkeypatch.undo()

@@ -548,10 +548,33 @@ def test_estimates_keep_the_version_of_the_heads_that_a_verdict_replaced(chain) 
         assert cycle.replayed_version == cycle.version == 0
     assert (cycle.replayed_version, cycle.version, cycle.replayed_policy_version) == (0, 1, 0)
     state = cycle.state_dict()
-    state["schedule"] = state["schedule"][:-2]  # As earlier releases wrote it.
+    state["schedule"] = state["schedule"][:-3]  # As earlier releases wrote it.
     again = make(task)
     again.load_state_dict(state)
     assert (again.replayed_version, again.version, again.replayed_policy_version) == (0, 1, 0)
+
+
+def test_estimates_of_heads_that_an_engine_went_back_to_have_their_own_number(chain) -> None:
+    """They stood under that of the version which it refused: excellent by replay, and hardly ever
+    accepted.
+    """
+    task = chain()
+    cycle = make(task)
+    while not cycle.run(task.batch()).published:
+        pass
+    good = cycle.serving.trainable_state()
+    while not cycle.run(task.batch()).published:
+        pass
+    cycle.go_on_from(2, good, 1)
+    again = make(task)
+    again.load_state_dict(cycle.state_dict())
+    for one in (cycle, again):
+        assert (one.version, one.serving_version) == (2, 1)
+        published = False
+        while not published:
+            published = one.run(task.batch(60)).published
+            assert one.replayed_version == 1
+        assert (one.version, one.serving_version) == (3, 3)
 
 
 def test_starts_from_given_heads(chain) -> None:

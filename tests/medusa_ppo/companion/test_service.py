@@ -845,7 +845,7 @@ def test_goes_on_from_what_the_engine_has(chain, tmp_path: Path) -> None:
     source.close()
     service = CompanionService(arguments_for(task, tmp_path, "b"), tables_of(task))
     assert service.newest(0).version == 0
-    service.adopt(41, pack(state))
+    service.adopt(41, pack(state), 40)
     assert service.newest(0).version == 41
     for heads in (service._cycle.serving, service._cycle.candidate, service._cycle.trainer.heads):
         assert checksum(heads.trainable_state()) == checksum(state)
@@ -868,7 +868,7 @@ def test_a_restart_goes_on_from_what_the_engine_has_too(chain, tmp_path: Path, l
     before = load_state(
         refused.path.replace(f"{refused.version:06d}", f"{refused.version - 1:06d}")
     )
-    first.adopt(refused.version, pack(before))
+    first.adopt(refused.version, pack(before), refused.version - 1)
     first._queue.close()
     kept, metadata = load_heads(tmp_path / "a" / "run" / "heads" / f"v{refused.version:06d}")
     assert metadata.version == refused.version
@@ -883,7 +883,30 @@ def test_a_restart_goes_on_from_what_the_engine_has_too(chain, tmp_path: Path, l
     assert checksum(second._cycle.serving.trainable_state()) == checksum(before)
     if left != "files":
         assert checksum(second._cycle.candidate.trainable_state()) == checksum(before)
+    if left == "all":
+        assert second._cycle.serving_version == refused.version - 1, "the engine still has it"
     assert second.newest(refused.version).published is None
+    second.close()
+
+
+def test_a_resumed_run_gives_its_engine_the_last_number(chain, tmp_path: Path) -> None:
+    """The engine that went back to earlier heads is gone; a new one gets these as the version that
+    was published last.
+    """
+    task = chain()
+    first = CompanionService(arguments_for(task, tmp_path, "a"), tables_of(task))
+    before = first._cycle.serving.trainable_state()
+    while (refused := first.newest(0).published) is None:
+        run_batches(first, [task.batch()])
+    first.adopt(refused.version, pack(before), 0)
+    first.save(str(tmp_path / "saved"))
+    first.close()
+    resumed = arguments_for(task, tmp_path, "b", resume_from=str(tmp_path / "saved"))
+    second = CompanionService(resumed, tables_of(task))
+    published = second.newest(0).published
+    assert published.version == refused.version
+    assert published.checksum == checksum(before)
+    assert second._cycle.serving_version == published.version
     second.close()
 
 

@@ -152,8 +152,8 @@ def test_all_workers_go_on_from_the_engines_heads(
     untrained = Cycle(one.serving.config, CompanionConfig(), task.lm_head_VD, seed=0)
     state = untrained.serving.trainable_state()
     version = client.status().versions_published + 1
-    client.go_on_from(version, state)
-    one.go_on_from(version, state)
+    client.go_on_from(version, state, 0)
+    one.go_on_from(version, state, 0)
     assert until(client._telling_is_over) and client._error == ""
     told = ray.get(client._actor.__ray_call__.remote(sums_of_all), timeout=60)
     assert told == [(checksum(state),) * 3] * 2

@@ -53,11 +53,13 @@ def test_what_training_saved_is_what_its_first_heads_would_have_taken_longer() -
 
 def test_what_a_verdict_published_is_as_good_as_it_was_judged() -> None:
     judged = {"serving": row(4.4), "candidate": row(5.0), "frozen": row(4.0)}
-    refused = CompanionStatus(versions_published=3, **judged)
+    refused = CompanionStatus(versions_published=3, replayed_version=3, **judged)
     assert lengths_over_frozen(refused) == {3: pytest.approx(1.1)}
-    published = CompanionStatus(versions_published=3, fresh=True, **judged)
+    published = CompanionStatus(versions_published=3, fresh=True, replayed_version=2, **judged)
     assert lengths_over_frozen(published) == {2: pytest.approx(1.1), 3: pytest.approx(1.25)}
-    first = CompanionStatus(versions_published=1, fresh=True, **judged)
+    went_back = CompanionStatus(versions_published=3, replayed_version=2, **judged)
+    assert lengths_over_frozen(went_back) == {2: pytest.approx(1.1)}, "the engine refused 3"
+    first = CompanionStatus(versions_published=1, fresh=True, replayed_version=0, **judged)
     assert lengths_over_frozen(first)[1] == 1.0, "it is the one that others are compared with"
     assert lengths_over_frozen(CompanionStatus(versions_published=3, serving=row(4.4))) == {}
     assert lengths_over_frozen(CompanionStatus(versions_published=3, fresh=True)) == {}

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from medusa_ppo.demo import actor_cache
 from medusa_ppo.demo.actor_cache import (
     RECORD,
     actor_note,
@@ -21,6 +22,7 @@ from medusa_ppo.demo.actor_cache import (
     ensure_demo_actor,
     is_whole,
 )
+from medusa_ppo.demo.dtype_choice import ROWS, Bfloat16
 from medusa_ppo.demo.pretraining import PretrainStatus, Recipe
 from medusa_ppo.demo.task import demo_rows
 
@@ -33,6 +35,13 @@ MICRO = Recipe(
     num_heads=2,
     warmup_steps=1,
 )
+
+
+@pytest.fixture(autouse=True)
+def dtype_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Timing both takes as long as all else here; test_dtype_choice.py does it."""
+    ratios = dict.fromkeys(ROWS, 1.0)
+    monkeypatch.setattr(actor_cache, "time_bfloat16", lambda: Bfloat16(ratios, False))
 
 
 def _must_not_train(status: PretrainStatus) -> None:

@@ -4,6 +4,8 @@ loop threw it away.
 
 from __future__ import annotations
 
+import errno
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,29 @@ def test_heads_that_one_worker_refuses_are_not_kept(states: tuple[Path, Path]):
     with pytest.raises(SwapError):
         engine.swap_heads(published, 4)
     assert torch.equal(load_state(kept)["w"], torch.zeros(2)) and engine.heads_version == 0
+
+
+def test_heads_that_can_t_be_kept_are_in_the_engine_all_the_same(
+    states: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full /dev/shm ended the loop's training when the engine already had its heads."""
+    kept, published = states
+    workers = AttachedWorkers()
+    engine = AttachedEngine(workers, kept)
+
+    def full(source: Path, target: Path) -> None:
+        Path(target).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "copyfile", full)
+        assert engine.swap_heads(published, 4).checksum == checksum({"w": torch.ones(2)})
+    assert engine.heads_version == 4 and "No space left" in caplog.text
+    assert set(kept.parent.iterdir()) == {kept, published}
+    # What it has are the version before's, under that one's number.
+    assert engine.feed_again().checksum == checksum({"w": torch.zeros(2)})
+    assert engine.heads_version == 0
+    assert engine.swap_heads(published, 5).version == engine.feed_again().version == 5
 
 
 def test_the_number_of_drafts_and_the_loops_own_sync_reach_the_workers(states: tuple[Path, Path]):

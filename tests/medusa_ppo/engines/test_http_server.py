@@ -785,8 +785,16 @@ def test_a_server_of_ours_that_is_being_ended_is_not_said_to_be_paused(
     assert asked_of(server)[-1] == "POST /collective_rpc" and not caplog.text
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python hears SIGINT also where a shell started the tests in its background and ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_an_interrupt_ends_the_requests_of_an_engine_without_a_pool(
-    ask, monkeypatch: pytest.MonkeyPatch
+    ask, ctrl_c: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 600.0)
     engine, _ = ask(writing := Writing())
@@ -806,7 +814,7 @@ def test_an_interrupt_ends_the_requests_of_an_engine_without_a_pool(
 
 @pytest.mark.parametrize("ours", [False, True])
 def test_an_interrupt_in_a_sync_does_not_wait_for_the_actor_without_a_pool(
-    ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: bool
+    ask, ctrl_c: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ours: bool
 ) -> None:
     """The server resumes when it has loaded it, whoever waits for that; and it does so too where
     the loop goes on with its own server.
@@ -814,7 +822,10 @@ def test_an_interrupt_in_a_sync_does_not_wait_for_the_actor_without_a_pool(
     monkeypatch.setattr(http_server, "CALL_TIMEOUT_S", 20.0)
     monkeypatch.setattr(http_server, "AFTER_CLOSE_S", 0.2)
     engine, server = ask(shared := Shared(b"/collective_rpc", Writing()))
-    engine._started_here = ours
+    if ours:
+        engine._started_here = True
+        engine._client = http_server.Client(base_url="", timeout=20.0, limits=http_server.LIMITS)
+        engine._client.base_url = server.address  # It is known once the server is started.
     save_state(tmp_path / "actor", {"x": torch.ones(3)})
 
     def interrupt() -> None:

@@ -365,7 +365,10 @@ def test_which_model_runner(
         config = EngineConfig(**recorded, **settings)
         return plan_launch(model, heads, config, 0, others_start=True).runner
 
+    caplog.clear()
+    assert of_others(sleep_level=1) == "v1" and not caplog.text
     assert of_others() == "v1", "vLLM follows the environment, which is not ours to set"
+    assert "Set VLLM_USE_V2_MODEL_RUNNER=1 where the loop" in caplog.text
     with pytest.raises(ConfigError, match="VLLM_USE_V2_MODEL_RUNNER=1"):
         of_others(runner="v2")
     with monkeypatch.context() as environment:
@@ -374,7 +377,8 @@ def test_which_model_runner(
         with pytest.raises(ConfigError, match="different model runner"):
             of_others(runner="v1")
     monkeypatch.setattr(launch, "vllm_version", lambda: "0.26.0")
-    assert runner() == "v1"
+    caplog.clear()
+    assert runner() == "v1" == of_others() and not caplog.text, "it has no other"
     with pytest.raises(UnsupportedVersionError, match=r"0\.26"):
         runner(runner="v2")
 

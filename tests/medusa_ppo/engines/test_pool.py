@@ -219,6 +219,47 @@ def test_a_call_in_another_thread_ends_with_the_pool() -> None:
     assert started == [0]
 
 
+@pytest.mark.parametrize("call", ["generate", "swap_heads", "sleep"])
+def test_an_interrupt_ends_what_the_engines_are_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """It ends the caller's wait alone, and at its end Python waits for the pool's threads."""
+    asked, gone = threading.Event(), threading.Event()
+    ended: list[bool] = []
+
+    class Busy(EchoEngine):
+        def busy(self, *_: Any) -> Any:
+            asked.set()
+            ended.append(gone.wait(20))
+            raise EngineError("The engine is closed.")
+
+        generate = swap_heads = sleep = busy  # type: ignore[assignment]
+
+        def close(self) -> None:
+            gone.set()
+
+    def interrupted(*_: Any, **__: Any) -> None:
+        assert asked.wait(60)
+        monkeypatch.setattr(pool_module, "wait", wait)
+        raise KeyboardInterrupt
+
+    left: list[bool] = []
+    pool = EnginePool(Busy, 1, on_close=lambda: left.append(True))
+    given: dict[str, tuple[Any, ...]] = {
+        "generate": (PROMPTS[:1], SAMPLING),
+        "swap_heads": (state_file(tmp_path, 1.0), 1),
+        "sleep": (1,),
+    }
+    monkeypatch.setattr(pool_module, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        getattr(pool, call)(*given[call])
+    assert ended == [True] and left == [True]
+    with pytest.raises(EngineError, match="closed"):
+        pool.generate(PROMPTS, SAMPLING)
+    pool.close()
+    assert left == [True], "Ray's room is given back once"
+
+
 def test_engines_that_feed_themselves_tell_the_version_that_all_of_them_had(
     make_pool: Callable[..., tuple[EnginePool, Factory]], tmp_path: Path
 ) -> None:
@@ -533,6 +574,63 @@ def test_an_engine_that_drafts_nothing_after_a_refusal_is_started_again(
         wait([start])
     assert pool.restarts == 1 and factory.of(0)[0].closed
     assert all(pool.generate(PROMPTS, SAMPLING).responses) and factory.of(0)[1].heads_version == 1
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The engines that draft nothing with whatever heads they get, however often they start: as on
+    hardware on which their probe fails.
+    """
+    indices: set[int] = set()
+    take = EchoEngine._take
+
+    def refuse(engine: EchoEngine, what: str, path: Any, version: int) -> SwapReceipt:
+        if what == "actor" or engine.index not in indices:
+            return take(engine, what, path, version)
+        engine.heads_version = -1
+        raise SwapError("It drafts nothing now.")
+
+    monkeypatch.setattr(EchoEngine, "_take", refuse)
+    return indices
+
+
+def test_an_engine_that_no_start_helps_goes_on_without_drafts(
+    make_pool: Any, tmp_path: Path, refusing: set[int]
+) -> None:
+    """It was given up after three starts."""
+    pool, factory = make_pool(0.0, 0.0)
+
+    def use(version: int) -> None:
+        pool.swap_heads(state_file(tmp_path, float(version)), version)
+        for _ in range(2):
+            assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
+            if (start := pool._seats[0].starting) is not None:
+                wait([start])
+
+    refusing.add(0)
+    for version in (1, 2, 3):
+        use(version)
+    again = factory.of(0)[-1]
+    assert pool.restarts == 1 and len(again.calls) >= 5 and again.heads_version == -1
+    refusing.clear()
+    use(4)
+    assert again.heads_version == 4
+    refusing.add(0)
+    use(5)
+    assert pool.restarts == 2, "those that it once took may be damaged"
+
+
+def test_a_single_engine_that_drafts_nothing_after_its_restart_does_not_end_the_run(
+    make_pool: Any, tmp_path: Path, refusing: set[int]
+) -> None:
+    pool, factory = make_pool(0.0)
+    pool.swap_heads(state_file(tmp_path, 1.0), 1)
+    pool.sync_actor(state_file(tmp_path, 2.0), 6)
+    factory.of(0)[0].dies_at_call = 1
+    refusing.add(0)
+    for _ in range(3):
+        assert len(pool.generate(PROMPTS, SAMPLING).responses) == 2 * len(PROMPTS)
+    assert pool.restarts == 2 and factory.of(0)[-1].versions_at_call == [(-1, 6, 4)] * 3
 
 
 def test_an_engine_without_room_for_the_actor_waits_for_the_next_one(

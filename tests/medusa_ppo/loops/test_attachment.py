@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from heads.checkpoint import save_heads
+from heads.checkpoint import load_heads, save_heads, save_state
+from heads.errors import ConfigError, NoRoomError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import load_actor
@@ -20,6 +21,7 @@ from medusa_ppo.companion.service import STATE_FILE
 from medusa_ppo.config.run_config import RunConfig, build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Sampling
+from medusa_ppo.engines.colocated import AttachedEngine
 from medusa_ppo.engines.rollout_engine import NoEngine
 from medusa_ppo.loops import attachment as attachment_module
 from medusa_ppo.loops.attachment import Attachment
@@ -195,6 +197,49 @@ def test_heads_that_go_on_do_not_say_that_they_are_untrained(
     medusa.begin(load_actor(str(chain_actor)), 7)
     medusa.end()
     assert "begin untrained" not in caplog.text
+
+
+def test_heads_that_the_training_itself_replaces_are_refused(
+    plugins: list[OwnPlugin], chain_actor: Path, tmp_path: Path
+) -> None:
+    """Those that an earlier training of the same process has left are no setting."""
+    actor = load_actor(str(chain_actor))
+    first = attached(tmp_path)
+    for _ in range(2):
+        first.begin(actor)
+        first.end()
+    own = first.folder / HEADS_FOLDER
+    again = attached(tmp_path, {"path": str(own)})
+    with pytest.raises(ConfigError, match="heads-start"):
+        again.begin(actor)
+    assert len(plugins) == 2 and load_heads(own)
+
+
+def test_an_engine_that_has_no_room_for_its_heads_after_a_sleep_gets_them_later(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loop's sync raised, and ended its training."""
+    full = True
+    asked: list[str] = []
+
+    def call(method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        asked.append(method)
+        if method == "medusa_swap_heads" and full:
+            raise NoRoomError("No room.", given="0 bytes")
+        swapped = {"version": 0, "checksum": "", "seconds": 0.0}
+        drafts = {"kind": "medusa", "drafter": "MedusaProposer", "max_drafts": 2}
+        return [drafts | swapped | {"heads_version": 0}]
+
+    medusa = attached(tmp_path)
+    save_state(tmp_path / "kept", {"w": torch.zeros(2)})
+    medusa.engine = engine = AttachedEngine(call, tmp_path / "kept")
+    asked.clear()
+    medusa.weights_synced(lost_heads=True)
+    assert engine.heads_version == -1 and "No room." in caplog.text
+    assert asked[-1] == "medusa_target_changed"
+    full = False
+    medusa.weights_synced(lost_heads=True)
+    assert engine.heads_version == 0
 
 
 def test_arguments_for_a_server_that_runs_already_are_not_lost_unsaid(

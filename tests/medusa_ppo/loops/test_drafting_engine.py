@@ -8,6 +8,7 @@ import atexit
 import contextlib
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -428,17 +429,53 @@ def test_a_loop_that_goes_on_keeps_what_its_heads_have_learned(
         assert "of an earlier loop" in engine.warm_up([[1], [2]], Sampling()).problem
     assert not started.heads[0].exists()
 
-    # Nobody else reads these, so they can be the new loop's first.
-    version = tmp_path / "heads" / "v000007"
-    config = build_config({"heads": {"path": str(version)}})
-    with DraftingEngine(config, actor, chain_actor, tmp_path, step=20):
-        assert load_heads(version)[0].config.num_heads == 2
-
     started.refuses = True
     with DraftingEngine(config, actor, chain_actor, tmp_path, step=20) as engine:
         assert started.resumed[-2:] == [str(state.parent), ""]
         assert state.with_name(f"{STATE_FILE}.unused-1").read_bytes() == b"a state"
         assert "of an earlier loop" not in engine.warm_up([[1], [2]], Sampling()).problem
+
+
+def test_a_loop_does_not_begin_with_heads_that_its_companion_removes(
+    chain_actor: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three versions later it could not be started again."""
+    started = Started(monkeypatch)
+    actor = load_actor(chain_actor)
+    earlier_loop(tmp_path, actor)
+    version = tmp_path / "heads" / "v000007"
+    named = {"heads": {"path": str(version)}}
+    with pytest.raises(ConfigError, match="heads-start"):
+        DraftingEngine(named, actor, chain_actor, tmp_path, step=20)
+    assert not started.heads and load_heads(version)
+    # Nobody removes these.
+    shutil.copytree(version, tmp_path / "heads-start")
+    copied = {"heads": {"path": str(tmp_path / "heads-start")}}
+    frozen = named | {"companion": {"enabled": False}}
+    for settings in (copied, frozen):
+        DraftingEngine(settings, actor, chain_actor, tmp_path, step=20).close()
+    assert len(started.heads) == 2
+
+
+@pytest.mark.parametrize("step", [0, 20])
+def test_a_loop_without_a_companion_leaves_the_state_of_an_earlier_one(
+    chain_actor: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    step: int,
+) -> None:
+    """It said that heads go on from it, or begin anew, and set it aside."""
+    started = Started(monkeypatch)
+    actor = load_actor(chain_actor)
+    earlier_loop(tmp_path, actor)
+    settings = {"heads": {"num_heads": 2}, "companion": {"enabled": False}}
+    with DraftingEngine(settings, actor, chain_actor, tmp_path, step=step) as engine:
+        assert started.resumed == [""] and not engine._goes_on
+    assert (tmp_path / "companion" / STATE_FILE).read_bytes() == b"a state" and not caplog.records
+    (tmp_path / "companion" / STATE_FILE).unlink()
+    DraftingEngine(settings, actor, chain_actor, tmp_path, step=step).close()
+    assert not caplog.records
 
 
 def test_a_loop_that_begins_anew_in_a_folder_says_so_and_keeps_the_state(

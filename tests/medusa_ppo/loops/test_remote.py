@@ -4,18 +4,23 @@ foreign engine is stood in for.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster
+from ray.exceptions import ObjectStoreFullError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from safetensors.torch import load_file
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -26,8 +31,17 @@ from heads.checkpoint import (
     checksum,
     load_heads,
     load_state,
+    save_heads,
+    save_state,
 )
-from heads.errors import CheckpointError, CompanionError, ConfigError, RunError, SavedStateError
+from heads.errors import (
+    CheckpointError,
+    CompanionError,
+    ConfigError,
+    NoRoomError,
+    RunError,
+    SavedStateError,
+)
 from medusa_ppo.actors import hf
 from medusa_ppo.actors.hf import HFActor, load_actor
 from medusa_ppo.companion.positions import ROW_BYTES
@@ -37,12 +51,17 @@ from medusa_ppo.config.engine_section import EngineConfig
 from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Rollouts, Sampling
+from medusa_ppo.contract.status import PublishedHeads
+from medusa_ppo.engines import ray_engine
+from medusa_ppo.engines.colocated import AttachedEngine
 from medusa_ppo.loops import remote
 from medusa_ppo.loops.attachment import COUNT, Attachment, start_or_resume
 from medusa_ppo.loops.passes import PassTap
 from medusa_ppo.loops.remote import (
     START,
+    EngineCalls,
     RemoteAttachment,
+    SentFile,
     Taken,
     WorkerTables,
     arrived,
@@ -51,8 +70,9 @@ from medusa_ppo.loops.remote import (
     refuse,
     serve,
 )
+from medusa_ppo.plugin.installer import HeadsInstaller
 from medusa_ppo.plugin.medusa_plugin import MedusaPlugin
-from medusa_ppo.reports.run_files import META_FILE
+from medusa_ppo.reports.run_files import HEADS_FOLDER, META_FILE
 from medusa_ppo.reports.store import read_run
 from medusa_ppo.runtime.control_guard import TOKEN
 from tests.medusa_ppo.conftest import RecordingCompanion
@@ -138,9 +158,10 @@ def test_only_the_rows_that_a_batch_needs_leave_the_workers(chain_actor: Path):
 
 
 @pytest.mark.slow
-def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: None):
+@pytest.mark.parametrize("kind", ["hydra", "medusa"])
+def test_batches_in_heads_out(kind: str, chain_actor: Path, tmp_path: Path, ray_session: None):
     settings = {"learning_rate": 1e-2, "epochs": 8, "batch_positions": 256, "wait": True}
-    config = build_config({"heads": {"num_heads": 2}, "companion": settings})
+    config = build_config({"heads": {"num_heads": 2, "kind": kind}, "companion": settings})
     attachment = RemoteAttachment(config, str(chain_actor), tmp_path / "medusa")
     arguments = attachment.arguments("some.Worker")
     assert (
@@ -189,9 +210,12 @@ def test_batches_in_heads_out(chain_actor: Path, tmp_path: Path, ray_session: No
         2.0,
     ]  # of the differences of the totals
     assert run.steps[-1][names.COMPANION_TRAINED_TOKENS] > 1000
-    # Stock vLLM finds the lm_head of the trained actor beside the heads.
-    final = load_file(tmp_path / "medusa" / "heads-final" / WEIGHTS_NAME)[LM_HEAD_KEY]
-    assert torch.equal(final, actor.lm_head.weight.detach().to(final.dtype))
+    # Stock vLLM finds the lm_head of the trained actor beside the heads, if it can serve them.
+    final = load_file(tmp_path / "medusa" / "heads-final" / WEIGHTS_NAME)
+    assert (LM_HEAD_KEY in final) == (kind == "medusa")
+    if kind == "medusa":
+        written = final[LM_HEAD_KEY]
+        assert torch.equal(written, actor.lm_head.weight.detach().to(written.dtype))
     sent = [step[names.TABLE_BYTES] for step in run.steps]
     assert sent[0] > 0 and sent[-1] <= 2 * 2 * actor.lm_head.weight.nbytes
     assert workers.calls.count("medusa_target_changed") == 2
@@ -217,7 +241,7 @@ def test_heads_go_on_from_the_companions_state_if_the_loop_does(
 ) -> None:
     """Else they begin anew, and the log says why; a new training takes nothing from an old one."""
     asked: list[str] = []
-    fits = True
+    fits = learns = True
     plugin = cast(MedusaPlugin, object())
 
     def start(state: str) -> MedusaPlugin:
@@ -229,8 +253,9 @@ def test_heads_go_on_from_the_companions_state_if_the_loop_does(
     def started(version: int) -> list[str]:
         asked.clear()
         caplog.clear()
+        config = build_config({"companion": {"enabled": learns}})
         with caplog.at_level(logging.WARNING, logger="medusa_ppo"):
-            assert start_or_resume(start, tmp_path, version) is plugin
+            assert start_or_resume(start, config, tmp_path, version) is plugin
         return [record.getMessage() for record in caplog.records]
 
     assert not started(0)
@@ -241,6 +266,12 @@ def test_heads_go_on_from_the_companions_state_if_the_loop_does(
     (state / STATE_FILE).write_bytes(b"a state")
     assert not started(7) and asked == [str(state)]
     assert not started(0) and asked == [""]
+    learns = False
+    assert not started(7) and asked == [""], "nothing would read the state, or begin anew"
+    assert (state / STATE_FILE).read_bytes() == b"a state"
+    (state / STATE_FILE).unlink()
+    assert not started(7) and asked == [""]
+    learns = True
     fits = False
     for number in (1, 2):
         (state / STATE_FILE).write_bytes(b"state %d" % number)
@@ -267,7 +298,7 @@ def test_a_start_that_fails_once_does_not_cost_the_heads(tmp_path: Path) -> None
         return cast(MedusaPlugin, object())
 
     with pytest.raises(CompanionError, match="no answer in time"):
-        start_or_resume(start, tmp_path, 7)
+        start_or_resume(start, build_config({}), tmp_path, 7)
     assert asked == [str(file.parent)] and file.read_bytes() == b"a state"
 
 
@@ -683,6 +714,96 @@ def two_nodes() -> Iterator[None]:
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+class OtherNode(EngineCalls):
+    """An engine's actor on another node than the driver's, whose workers take what they get."""
+
+    medusa_engine = "engine"
+
+    def __init__(self, full: str) -> None:
+        self.engine = self
+        self.full = full
+        self.workers = RemoteWorkers()
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        return self.workers(method, args)
+
+    def asked(self, method: str, args: tuple[Any, ...]) -> list[dict[str, Any]]:
+        """As by `call_all`, with Ray's part left out."""
+        sent = None
+        if args and isinstance(args[0], str):
+            content = np.fromfile(args[0], np.uint8)
+
+            class Content(np.ndarray):
+                def tofile(content, path: Any, *_: Any) -> None:
+                    if self.full == "file":
+                        raise OSError(errno.ENOSPC, "No space left on device")
+                    np.asarray(content).tofile(path)
+
+            async def fetched() -> np.ndarray:
+                return content.view(Content)
+
+            sent = SentFile("the driver's", [fetched()])
+        return asyncio.run(self.medusa_call(method, args, sent))
+
+
+@pytest.mark.parametrize("full", ["", "folder", "file"])
+def test_an_engines_node_without_room_for_newer_heads_ends_no_training(
+    full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray raised its OSError in the driver, and the training of verl or OpenRLHF ended."""
+    node = SimpleNamespace(get_node_id=lambda: "its own")
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: node)
+    if full == "folder":
+
+        def refuse(*_: Any, **__: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(ray_engine, "OwnedFolder", refuse)
+    state = {"w": torch.ones(2)}
+    for name in ("kept", "published"):
+        save_state(tmp_path / name, state)
+    actor = OtherNode(full)
+    engine = AttachedEngine(actor.asked, tmp_path / "kept")
+    installer = HeadsInstaller(engine, None, "disable")
+    installer.install(PublishedHeads(4, str(tmp_path / "published"), checksum(state), 0, 1.0))
+    assert (installer.swaps, installer.failed_swaps) == ((0, 1) if full else (1, 0))
+    assert engine.heads_version == actor.workers.version == (0 if full else 4)
+    if full:
+        with pytest.raises(NoRoomError, match="No space left"):
+            engine.swap_heads(tmp_path / "published", 5)
+
+
+def test_an_object_store_without_room_for_newer_heads_ends_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(content: np.ndarray) -> None:
+        raise ObjectStoreFullError("The object store is full.")
+
+    monkeypatch.setattr(ray, "put", full)
+    monkeypatch.setattr(remote, "on_one_node", lambda: False)
+    path = tmp_path / "state"
+    path.write_bytes(b"heads")
+    with pytest.raises(NoRoomError, match="The object store is full"):
+        call_all([], "medusa_swap_heads", (str(path), 4))
+
+
+def test_heads_of_the_trainings_own_folder_are_refused_before_its_engines_start(
+    chain_actor: Path, tmp_path: Path
+) -> None:
+    """The companion removes versions, the report moves `heads-final`: started again with the same
+    settings, the training would not find them.
+    """
+    config = build_config({"heads": {"num_heads": 2}})
+    first = RemoteAttachment(config, str(chain_actor), tmp_path)
+    for place in ("heads/v000123", HEADS_FOLDER):
+        save_heads(tmp_path / place, first._heads)
+        named = build_config({"heads": {"path": str(tmp_path / place)}})
+        with pytest.raises(ConfigError, match="heads-start"):
+            RemoteAttachment(named, str(chain_actor), tmp_path)
+        assert load_heads(tmp_path / place)
+        RemoteAttachment(named, str(chain_actor), tmp_path / "another")
 
 
 @pytest.mark.slow

@@ -146,18 +146,18 @@ def test_heads_are_fed_while_the_trainer_runs(
         tmp_path / "run",
         {"heads": {"num_heads": 2}, "engine": DRAFTS, "companion": COMPANION},
         environment={"ACCELERATE_USE_CPU": str(device.type == "cpu").lower()},
-        max_steps=8,
+        max_steps=10,
         **VLLM,
     )
 
     steps = [row for row in log if f"medusa/{names.MAL_SERVING}" in row]
     run = read_run(tmp_path / "run" / "medusa")
-    assert len(steps) == len(run.steps) == 8
+    assert len(steps) == len(run.steps) == 10
     versions = [step[names.HEADS_VERSION] for step in run.steps]
     assert (
         versions[0] == 0 and versions == sorted(versions) and versions[-1] >= 1
     )  # The gate decides by 6 held-out prompts, 2 of a batch
-    assert [step[names.POLICY_VERSION] for step in run.steps] == list(range(8))
+    assert [step[names.POLICY_VERSION] for step in run.steps] == list(range(10))
     assert run.steps[-1][names.MAL_SERVING] > run.steps[0][names.MAL_SERVING] + 0.2
     load_heads(tmp_path / "run" / "medusa" / "heads-final")
     if kind == "grpo":

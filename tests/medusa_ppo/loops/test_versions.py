@@ -185,7 +185,7 @@ def test_a_loop_that_is_too_new_is_refused_at_the_import_of_its_hooks() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "UnsupportedVersionError" in done.stdout, done.stdout + done.stderr[-2000:]
-    assert "trl.experimental.ppo" in done.stdout and "'trl[vllm]==1.12.*'" in done.stdout
+    assert "trl.experimental.ppo" in done.stdout and "'trl==1.12.*'" in done.stdout
 
 
 def test_what_messages_tell_to_install_is_in_the_documents_and_the_package() -> None:

@@ -20,7 +20,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.checkpoint import checksum, load_heads, load_state
-from heads.errors import CheckpointError, DataError, EngineError, SwapError
+from heads.errors import CheckpointError, ConfigError, DataError, EngineError, SwapError
 from heads.heads_config import HeadsConfig
 from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import HiddenTap, lm_head_weight
@@ -512,10 +512,11 @@ def test_heads_that_are_accepted_next_to_never_make_way_for_those_before(
     plugin.before_generation()
     assert engine.calls == [("swap", 1), ("swap", 2), ("swap", 1)]
     assert engine.checksums()["heads"] == good.checksum and engine.heads_version == 1
-    ((version, state),) = companion.taken_back
+    ((version, state, serving),) = companion.taken_back
     assert version == 2 and checksum(state) == good.checksum, (
         "the companion goes on from what the engine has, with newer numbers"
     )
+    assert serving == engine.heads_version
     plugin.rollout_ready(accepted(engine, 0.4))
     assert plugin.metrics()[names.STALENESS] == engine.policy_version - good.policy_version
     companion.offer = newer = offer_of(engine.heads, tmp_path, 3, seed=10)
@@ -798,6 +799,22 @@ def test_first_heads_do_not_replace_a_companions_versions(tmp_path: Path) -> Non
     MedusaPlugin.prepare_heads(config_of(), actor, versions / "v000007")
 
 
+def test_a_run_does_not_begin_with_a_version_that_its_companion_removes(
+    parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Started again with the same settings, it would not find it."""
+    actor, engine, companion, _ = parts
+    monkeypatch.setattr(
+        "medusa_ppo.plugin.medusa_plugin.CompanionClient", lambda *given, **more: companion
+    )
+    version = MedusaPlugin.prepare_heads(config_of(), actor, tmp_path / "heads" / "v000123")
+    config = build_config({"heads": {"path": str(version)}})
+    with pytest.raises(ConfigError, match="would replace the heads") as refused:
+        MedusaPlugin.start(config, actor, engine, tmp_path)
+    assert f"cp -r {version} {tmp_path / 'heads-start'}" in refused.value.do
+    MedusaPlugin.start(config, actor, engine, tmp_path / "another")
+
+
 def test_ray_acceptance_rises_and_the_heads_are_saved(ray_session: None, tmp_path: Path) -> None:
     """Everything real but the engine: PPO-like steps on an actor whose text can be learned and that
     the zero start gets wrong.
@@ -963,10 +980,10 @@ def test_a_step_whose_batch_nobody_judged_saves_as_much_as_its_heads_did_before(
         return ReplayRow(length, ())
 
     companion.offer = offer_of(engine.heads, tmp_path, 2)
-    judged = {"serving": row(2.2), "candidate": row(2.1), "frozen": row(2.0)}
-    assert saved_frac(2, **judged) == pytest.approx(0.1)
+    judged = {"serving": row(2.2), "frozen": row(2.0), "replayed_version": 2}
+    assert saved_frac(2, **judged, candidate=row(2.1)) == pytest.approx(0.1)
     assert saved_frac(2) == pytest.approx(0.1), "the same heads"
-    published = {"serving": row(2.2), "candidate": row(2.5), "frozen": row(2.0), "fresh": True}
+    published = judged | {"candidate": row(2.5), "fresh": True}
     assert saved_frac(3, **published) == pytest.approx(0.1), "they drafted before it"
     companion.offer = offer_of(engine.heads, tmp_path, 3, seed=9)
     assert saved_frac(3, fresh=True) == pytest.approx(0.25)

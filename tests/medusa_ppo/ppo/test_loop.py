@@ -453,6 +453,37 @@ def test_the_same_actor_gets_the_same_evaluation_in_every_step_and_run(
     assert all(answers == found[0] for answers in found)
 
 
+def test_what_an_engine_chose_for_an_evaluation_is_none_of_the_next_rollouts(
+    tmp_path: Path, tiny_actor, sampling_engine
+):
+    """The counters of the next step don't have these drafts either."""
+    found = []
+    for every in (None, 1):
+        config = settings(tmp_path / str(every), eval_every=every)
+        scene = LoopScene(
+            config, tiny_actor(), sampling_engine, lambda engine: MedusaPlugin(engine, None)
+        )
+        scene.parts.tokenizer = Saved()
+        if every:
+            prompts = [Prompt(str(i), (i,), {}) for i in range(5, 13)]
+            scene.parts.evaluation = PromptStream(prompts, seed=0)
+        engine = scene.engine
+        generate, unread = engine.generate, []
+
+        def counting(prompts, sampling, generate=generate, unread=unread):
+            unread.append(len(prompts))
+            return generate(prompts, sampling)
+
+        def choices(unread=unread):
+            steps = sum(unread)
+            unread.clear()
+            return [{"running": 4, "steps": [0, steps], "speedup": 1.5}] if steps else []
+
+        engine.generate, engine.choices = counting, choices
+        found.append([step[names.DRAFT_CHOICES] for step in scene.run()])
+    assert found[0] == found[1] == [[{"running": 4, "steps": [0, 4], "speedup": 1.5}]] * 3
+
+
 def test_the_last_checkpoints_are_kept(tmp_path: Path, tiny_actor, sampling_engine):
     config = settings(tmp_path, steps=4, checkpoint_every=1, keep_checkpoints=2)
     LoopScene(config, tiny_actor(), sampling_engine).run()

@@ -189,6 +189,20 @@ def test_a_missing_tracker_is_told_before_anything_starts(
     assert scene.events == [] and not config.run_dir.exists()
 
 
+@pytest.mark.parametrize("place", ["heads/v000123", "heads-final"])
+def test_a_run_that_would_move_its_own_heads_is_refused_before_anything_starts(
+    tmp_path: Path, actor_folder: Path, scene: SessionScene, place: str
+) -> None:
+    """It moved an earlier run's files away, started the engine, and did not find the heads."""
+    config = settings(tmp_path, actor_folder)
+    heads = config.run_dir / place
+    actor = AutoModelForCausalLM.from_pretrained(actor_folder)
+    MedusaPlugin.prepare_heads(config, actor, heads)
+    with pytest.raises(ConfigError, match="would replace the heads"):
+        run_ppo(settings(tmp_path, actor_folder, heads={"path": str(heads)}))
+    assert scene.events == [] and (heads / "config.json").is_file()
+
+
 def test_stopped_runs_close_everything_and_report(
     tmp_path: Path, actor_folder: Path, scene: SessionScene
 ):

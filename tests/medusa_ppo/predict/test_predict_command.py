@@ -103,6 +103,31 @@ def test_a_run_says_what_options_don_t(model: Path, tmp_path: Path) -> None:
     assert asked["alike"] == 4
 
 
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "{stop_below: 0.1, num_drafts: 4, draft_temperature: 1.0}",
+        "{memory_bytes: 1073741824, draft_temperature: 1.0}",
+        "{extra: {async_scheduling: false}}",
+    ],
+)
+def test_what_v2_does_otherwise_than_predicted_is_refused_by_name(
+    model: Path, tmp_path: Path, engine: str
+) -> None:
+    """Before a replay, which takes minutes. On V1 these settings cost what others do."""
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: {{path: {model}}}\ndata: {{path: demo}}\nengine: {engine}\n")
+    asked = ("--config", str(file), "--acceptance", "0.7,0.5,0.3,0.2")
+    code, said = run(*asked)
+    name = engine[1:].split(":")[0]
+    assert code and f"engine.{name}" in said and "bench rollout" in said
+    code, said = run(*asked, "--runner", "v1")
+    assert code == 0 and "V1 runner" in said
+    found = CliRunner().invoke(app, ["plan", "--config", str(file), "--gpu", "h100"])
+    assert found.exit_code == 0, found.output
+    assert f"With engine.{name}" in found.output and "not predicted" in found.output
+
+
 def test_the_acceptance_is_measured_as_the_run_drafts_and_samples(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,8 @@ wrong length leaves nothing, and nobody sends anything without the token.
 from __future__ import annotations
 
 import asyncio
+import errno
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +66,59 @@ def test_a_wrong_length_leaves_nothing(
     answer = ask("PUT", content=b"12345", headers=TOKEN | {"Content-Length": str(length)})
     assert answer.status_code in (400, 413) and answer.json()["error"]
     assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("full", ["folder", "file"])
+def test_room_that_others_take_meanwhile_is_no_room_and_nothing_stays(
+    ask: Callable[..., httpx.Response],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    full: str,
+) -> None:
+    """A half file kept its gigabytes, and the engine counted as lost."""
+
+    def no_room(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    content = bytes(1 << 21)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with monkeypatch.context() as patch:
+        if full == "folder":
+            patch.setattr(state_receiver, "OwnedFolder", no_room)
+        else:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+        try:
+            answer = ask("PUT", content=content, headers=TOKEN)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert answer.status_code == 413 and f"{len(content)} bytes" in answer.json()["error"]
+    assert not any(tmp_path.iterdir())
+    assert ask("PUT", content=content, headers=TOKEN).status_code == 200
+    ask("DELETE", headers=TOKEN)
+
+
+def test_a_file_has_its_room_before_its_bytes_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Servers of one node that were sent an actor at once all began by the same free bytes."""
+    monkeypatch.setattr("medusa_ppo.runtime.files.SHARED_MEMORY", tmp_path)
+    reserved: list[int] = []
+    answers: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        (file,) = tmp_path.glob("*/state.safetensors")
+        reserved.append(file.stat().st_blocks * 512)
+        return {"type": "http.request", "body": b"x" * 5000, "more_body": len(reserved) < 3}
+
+    async def send(message: dict[str, Any]) -> None:
+        answers.append(message)
+
+    receiver = StateReceiver(theirs)
+    headers = [(b"content-length", b"15000")]
+    scope = {"type": "http", "path": STATE_ROUTE, "method": "PUT", "headers": headers}
+    asyncio.run(receiver(scope, receive, send))
+    assert answers[0]["status"] == 200 and len(reserved) == 3 and min(reserved) >= 15_000
+    receiver._forget()
 
 
 def test_other_routes_are_the_servers_own_and_strangers_send_nothing(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -357,6 +358,39 @@ def test_seconds_are_those_of_the_step_they_are_learned_for(
         assert [seconds for _, seconds in seen] == pytest.approx([takes_s[1]] * 2)
         drafter.calibrate(None)
         assert len(seen) == 2, "nobody knows how long the last one took"
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_steps_without_drafting_are_no_choice_to_draft_nothing(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain half of a timed pair has several times as many steps as the half with drafts: 80 %
+    "without drafts" in the report for an engine that drafted in all it chose for.
+    """
+    drafter = Step().speculator.drafter
+    drafter.choose, drafter.device = True, torch.device(kind)
+    clock = itertools.count()
+    monkeypatch.setattr(proposer, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+
+    def steps(drafts: int, count: int) -> None:
+        for _ in range(count):
+            sampled_B = torch.ones(B, dtype=torch.int32)
+            drafter.step_ended(list("abc"), sampled_B, [drafts] * B, B * (1 + drafts))
+
+    def counted() -> list[list[int]]:
+        return [row["steps"] for row in drafter.chooser.take_report()]
+
+    # A step counts when the next one comes; on a CPU the first one has no beginning.
+    known = 5 if kind == "cuda" else 4
+    steps(1, 6)
+    assert counted() == [[0, known, 0]]
+    drafter.configure(Drafting(num_drafts=0))
+    steps(0, 20)
+    # On a CPU the last step before was still to be counted.
+    assert counted() == ([] if kind == "cuda" else [[0, 1, 0]])
+    drafter.configure(Drafting(num_drafts=K))
+    steps(2, 6)
+    assert counted() == [[0, 0, known]]
 
 
 def test_nothing_is_learned_from_vllms_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
