@@ -768,7 +768,7 @@ def test_an_engines_node_without_room_for_newer_heads_ends_no_training(
     engine = AttachedEngine(actor.asked, tmp_path / "kept")
     installer = HeadsInstaller(engine, None, "disable")
     installer.install(PublishedHeads(4, str(tmp_path / "published"), checksum(state), 0, 1.0))
-    assert (installer.swaps, installer.failed_swaps) == ((0, 1) if full else (1, 0))
+    assert (installer.installed is None) == bool(full)
     assert engine.heads_version == actor.workers.version == (0 if full else 4)
     if full:
         with pytest.raises(NoRoomError, match="No space left"):
