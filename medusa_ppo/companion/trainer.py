@@ -348,9 +348,9 @@ class HeadsTrainer:
         return int(counted)
 
     def _own(self, picks_N3: torch.Tensor) -> torch.Tensor:
-        """This worker's share of a step's positions: a run of them, because neighbours share most of
-        their context and of the rows that give their targets. With every n-th position each worker
-        would compute nearly all of these.
+        """This worker's share of a step's positions: a run of them, because neighbours share most
+        of their context and of the rows that give their targets. With every n-th position each
+        worker would compute nearly all of these.
         """
         if self.team is None or not self._alike:
             return picks_N3
