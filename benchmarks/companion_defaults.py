@@ -13,11 +13,11 @@ real text learns that within a few steps, so the policy really changes; `--rewar
 configuration's reward.
 
 `replay` feeds these batches to `medusa_ppo.companion.cycle.Cycle`, one setting after the other. The
-base is BASE; the name of each other setting says how it differs. Before a batch is learned from,
-the heads serving at that moment are replayed on all of it: they have never seen it, and this is
-what the engine would have counted. The figure is the mean over the last half of the batches.
-Settings get the same batches, so differences are taken batch by batch. Finished settings are stored
-in OUT/results.jsonl and not repeated.
+base has the companion's defaults; the name of each other setting says how it differs. Before a
+batch is learned from, the heads serving at that moment are replayed on all of it: they have never
+seen it, and this is what the engine would have counted. The figure is the mean over the last half
+of the batches. Settings get the same batches, so differences are taken batch by batch. Finished
+settings are stored in OUT/results.jsonl and not repeated.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.companion.gate import AVERAGE, replay
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.wire import TableRows
+from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.config.run_config import RunConfig, build_config, load_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -66,12 +67,11 @@ TENSORS = ("hidden_MD", "response_ids_M", "logprobs_M", "lengths_S", "prompts_S"
 SHORT = 100
 KEPT_METRICS = (names.REWARD_MEAN, names.KL_REFERENCE, names.ENTROPY, names.RESPONSE_LENGTH)
 BASE: dict[str, Any] = {
-    "epochs": 2,
-    "replay_versions": 0,
-    "learning_rate": 2e-3,
-    "gate_confidence": 0.9,
-    "loss": "kl_tv",
+    name: getattr(CompanionConfig(), name)
+    for name in ("epochs", "replay_versions", "learning_rate", "gate_confidence", "loss")
 }
+NO_KEYS: dict[str, Any] = {"average": AVERAGE, "rate": 1.0}
+"""No keys of a run: the running mean's decay, and a factor on the step size."""
 GRID: dict[str, dict[str, Any]] = {
     "base": {},
     "loss ce_tv": {"loss": "ce_tv"},
@@ -82,11 +82,11 @@ GRID: dict[str, dict[str, Any]] = {
     "replay 1 version": {"replay_versions": 1},
     "replay 2 versions": {"replay_versions": 2},
     "replay 4 versions": {"replay_versions": 4},
-    "learning rate 0.001": {"learning_rate": 1e-3},
-    "learning rate 0.004": {"learning_rate": 4e-3},
+    "half the learning rate": {"rate": 0.5},
+    "twice the learning rate": {"rate": 2.0},
     "gate 0.6": {"gate_confidence": 0.6},
     "gate 0.75": {"gate_confidence": 0.75},
-    "gate 0.97": {"gate_confidence": 0.97},
+    "gate 0.9": {"gate_confidence": 0.9},
 }
 
 
@@ -311,8 +311,8 @@ def learn_again(
     `heads`: a native directory to start with, which is then the frozen control; empty: start with
     new heads.
     """
-    settings = {**BASE, "average": AVERAGE, **settings}
-    average = settings.pop("average")
+    settings = {**BASE, **NO_KEYS, **settings}
+    average, rate = (settings.pop(name) for name in NO_KEYS)
     temperature = config.engine.draft_temperature
     companion = config.companion.model_copy(update=settings)
     cycle = None
@@ -339,7 +339,8 @@ def learn_again(
                 **start,
             )
             if cycle.trainer._mean is not None:
-                cycle.trainer._mean._decay = average  # No key of a run.
+                cycle.trainer._mean._decay = average
+            cycle.trainer._learning_rate *= rate
         cycle.trainer.set_tables(lm_head_VD, embedding_VD)
         # Until the first publish there is no frozen copy; the serving heads are what it will be a
         # copy of.

@@ -94,6 +94,7 @@ def measure(hidden: int, vocab: int, workers: int, batches: int, folder: Path) -
     example = batch_of(table_VD, 0)
     given: dict[str, Any] = {
         "model": {"path": str(model_folder(folder / "model", hidden, vocab))},
+        "heads": {"warm_up_tokens": 0},
         "companion": {"workers": workers, "queue_bytes": 2 * example.nbytes, "num_gpus": 0},
     }
     config = build_config(given)

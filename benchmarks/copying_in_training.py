@@ -26,11 +26,12 @@ from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
-WIDTH, VOCAB, HEADS, POSITIONS, PROMPT = 256, 2048, 4, 512, 32
+WIDTH, VOCAB, HEADS, PROMPT = 256, 2048, 4, 32
+STEPS, POSITIONS = 2, 512  # Optimizer steps of a pass, and positions of each.
 
 
 def make_batch(tokens: int) -> RolloutBatch:
-    responses = max(1, 2 * POSITIONS // tokens)
+    responses = max(1, STEPS * POSITIONS // tokens)
     rows = responses * tokens
     return RolloutBatch(
         torch.randn(rows, WIDTH),
@@ -84,7 +85,7 @@ def main() -> None:
             for name, (_, places) in arms.items():
                 trainer_module.TRAINED_PLACES = places  # type: ignore[assignment]
                 began = time.perf_counter()
-                trainers[name].train_batch(batch)
+                trainers[name].train_batch(batch, steps=STEPS)
                 seconds[name].append(time.perf_counter() - began)
         rows = batch.hidden_MD.shape[0]
         middle = {name: statistics.median(found[1:]) for name, found in seconds.items()}

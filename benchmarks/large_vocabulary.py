@@ -109,7 +109,7 @@ def time_training(options: argparse.Namespace) -> None:
     for _ in range(options.rounds + 1):
         for key, trainer in trainers.items():
             began = time.perf_counter()
-            trainer.train_batch(batch)
+            trainer.train_batch(batch, steps=1)
             seconds[key].append(time.perf_counter() - began)
     # The first round warms up.
     rates = {key: rows / statistics.median(taken[1:]) for key, taken in seconds.items()}

@@ -92,8 +92,9 @@ def compare(
         trainer.ids_W = torch.arange(part) * 8 if part else None
         score_s, train_s = _in_turn(
             lambda: _score(actor, rows, tokens),
-            # Bound now: a lambda would take the loop's last trainer.
-            lambda trainer=trainer: trainer.train_batch(batch),
+            # Bound now: a lambda would take the loop's last trainer. In one step, because the
+            # formulas have no optimizer.
+            lambda trainer=trainer: trainer.train_batch(batch, steps=1),
             rounds,
         )
         train_flops = (

@@ -57,6 +57,8 @@ def losses(width: int, rate: float | None, steps: int, positions: int) -> list[f
     """Mean loss of the heads at each step of one pass."""
     torch.manual_seed(0)
     batch, lm_head_VD, embedding_VD = bigrams(width, max(2, steps * positions // LENGTH))
+    # Set, because the default belongs to larger steps.
+    rate = CompanionConfig(learning_rate=rate).learning_rate_of(width)
     config = CompanionConfig(learning_rate=rate, batch_positions=positions, epochs=1)
     trainer = HeadsTrainer(
         MedusaHeads(HeadsSection().sizes(width, VOCAB)),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from heads.heads_config import CPU_CHUNK, GPU_CHUNK, HeadsConfig
-from medusa_ppo.config.companion_section import LOGITS_BYTES, MOST_OF_PIECES
+from medusa_ppo.config.companion_section import LOGITS_BYTES, MOST_OF_PIECES, REPLAY_DECAY
 from medusa_ppo.config.engine_section import SERVER
 from medusa_ppo.config.ppo_section import IN_TURN, SHARED
 from medusa_ppo.config.run_config import RunConfig
@@ -89,8 +89,9 @@ def companion_parts(
     section = config.companion
     copies = ADAM_COPIES + OTHER_HEADS + STEP_COPIES
     drafted = draft_vocabulary(config.engine, heads) or model.vocab
-    kept = _kept_tokens(config, model, tokens)
-    share = -(-kept // (section.steps_of(kept) * section.workers))
+    # Before anything else the companion trains on the warm-up's tokens.
+    most = max(_trained_tokens(config, model, tokens), _warm_up_tokens(config))
+    share = -(-most // (section.steps_of(most) * section.workers))
     rows = min(share, max(1, LOGITS_BYTES // (FLOAT32 * model.vocab)))
     logits = min(max(GPU_CHUNK if gpus else CPU_CHUNK, drafted), rows * drafted)
     reads_actor = section.loss.startswith("kl")
@@ -589,6 +590,18 @@ def _kept_tokens(config: RunConfig, model: ModelSizes, tokens: int) -> int:
     return min(tokens, max(rows, config.heads.num_heads + 1))
 
 
+def _trained_tokens(config: RunConfig, model: ModelSizes, tokens: int) -> int:
+    """Positions of a pass over a step's batch, at most, with those of replayed ones beside it."""
+    replayed = sum(REPLAY_DECAY**age for age in range(config.companion.replay_versions + 1))
+    return round(_kept_tokens(config, model, tokens) * replayed)
+
+
+def _warm_up_tokens(config: RunConfig) -> int:
+    """Tokens of the warm-up; 0: there is none."""
+    untrained = not config.heads.path and config.engine.most_drafts != 0 and not config.data.images
+    return config.heads.warm_up_tokens if untrained else 0
+
+
 def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:
     """Maximum bytes of a rollout batch sent to the companion; too large a batch is sampled."""
     kept = _kept_tokens(config, model, tokens)
@@ -601,7 +614,7 @@ def _sums(config: RunConfig, model: ModelSizes, tokens: int) -> int:
     each optimizer step sends them twice between all but one of the workers.
     """
     section = config.companion
-    steps = section.epochs * section.steps_of(_kept_tokens(config, model, tokens))
+    steps = section.epochs * section.steps_of(_trained_tokens(config, model, tokens))
     return 2 * (section.workers - 1) * steps
 
 

@@ -23,6 +23,7 @@ from heads.targets import (
     used_rows,
 )
 from medusa_ppo.companion.holdout import cut_to_states, held_stretches, prompt_groups
+from medusa_ppo.config.companion_section import REPLAY_DECAY
 from medusa_ppo.contract.rollout_batch import RolloutBatch
 
 BLOCK = 256
@@ -426,9 +427,6 @@ def with_tables(
         embedding_VD=None if embedding_VD is None else rows(embedding_VD),
         table_ids_R=ids_R,
     )
-
-
-REPLAY_DECAY = 0.5
 
 
 class ReplayBuffer:

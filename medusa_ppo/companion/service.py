@@ -344,6 +344,7 @@ class CompanionService:
             replayed_policy_version=cycle.replayed_policy_version,
             positions_frac=cycle.positions_frac,
             rate=trainer.rate,
+            learning_rate=trainer.last_step_size,
             gpu_gib=(
                 torch.cuda.memory_reserved(self._device) / 1024**3
                 if self._device.type == "cuda"

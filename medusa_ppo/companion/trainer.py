@@ -80,6 +80,7 @@ class HeadsTrainer:
 
     Attributes:
         rate: factor on the configured step size, set by the caller and kept over a restart.
+        last_step_size: that of the last optimizer step; 0 before this process took one.
         ramp_steps: steps over which the optimizer's step size rises, from its first one on.
         team: processes that take every optimizer step together; None: this one alone.
         generator: draws the order of the positions.
@@ -120,6 +121,7 @@ class HeadsTrainer:
             mean: running mean, updated after each optimizer step and part of the state; None: none.
         """
         self.rate = 1.0
+        self.last_step_size = 0.0
         self.give_way: Callable[[], None] = lambda: None
         self.ids_W: torch.Tensor | None = None
         self._schedule = schedule
@@ -324,16 +326,36 @@ class HeadsTrainer:
             # Each worker of a team takes as many steps as the one with most, since a gradient sum
             # waits for all.
             steps = self.team.most(steps) if self.team else steps
+            positions = self._positions_of_all(count) / max(1, steps)
             for number in range(steps):
+                self.last_step_size = self._learning_rate * self.rate * self._step_size(positions)
                 for group in self._optimizer.param_groups:
-                    group["lr"] = self._learning_rate * self.rate * self._step_size(count / steps)
+                    group["lr"] = self.last_step_size
                 loss = self._loss.at(self.optimizer_steps)
                 # Equal steps: a small one with what is left would move the heads as far as a whole.
                 here = picks[number * count // steps : (number + 1) * count // steps]
-                if self.team and self._alike:
-                    here = here[self.team.place.rank :: self.team.place.size]
-                losses.append(self._step([source for source, _ in sources], here, loss))
+                losses.append(self._step([source for source, _ in sources], self._own(here), loss))
         return losses, round(min(1.0, epochs) * sources[0][0].usable_N.numel()), worked
+
+    def _positions_of_all(self, count: int) -> int:
+        """Positions of the whole team's pass. Members must agree on it, or equal gradients would
+        move their heads by different steps.
+        """
+        if self.team is None or self._alike:
+            return count
+        counted = torch.tensor([count], dtype=torch.int64)
+        self.team.add_up(counted)
+        return int(counted)
+
+    def _own(self, picks_N3: torch.Tensor) -> torch.Tensor:
+        """This worker's share of a step's positions: a run of them, because neighbours share most
+        of their context and of the rows that give their targets. With every n-th position each
+        worker would compute nearly all of these.
+        """
+        if self.team is None or not self._alike:
+            return picks_N3
+        rank, size, count = self.team.place.rank, self.team.place.size, picks_N3.shape[0]
+        return picks_N3[rank * count // size : (rank + 1) * count // size]
 
     def _step_size(self, positions: float) -> float:
         """The schedule's factor at the next step. Without a schedule, that of a new optimizer's
@@ -341,7 +363,7 @@ class HeadsTrainer:
         """
         if self._schedule is not None:
             return self._schedule(self.optimizer_steps)
-        size = math.sqrt(min(1.0, positions / self._config.batch_positions))
+        size = math.sqrt(min(1.0, positions / self._config.rate_positions))
         if self.ramp_steps:
             states = self._optimizer.state.values()
             age = max((int(values["step"]) for values in states), default=0)

@@ -10,6 +10,8 @@ from medusa_ppo.config.section import Count, Section, Text
 
 HOLDOUT_SHARE = 0.2
 """Share of each batch's responses held out from training, to judge candidates on."""
+REPLAY_DECAY = 0.5
+"""Share of a replayed batch's positions that remains with each policy version."""
 MOST_OF_PIECES = 2.0
 """States that are kept of a batch that is scored in pieces, before all of it is written, as a
 multiple of its sample's rows.
@@ -22,6 +24,8 @@ rate, so the outputs of a layer move by that times its width: heads of width 1,0
 bigrams at 5e-4 as those of width 256 did at 2e-3, and at 2e-3 their loss was above the start for
 16 steps (`benchmarks/width_and_rate.py`).
 """
+RATE_POSITIONS = 2048
+"""Positions of a step with the default learning rate."""
 LEAST_STEPS, LEAST_POSITIONS = 10, 128
 """A pass over a batch has so many optimizer steps or more, unless they had fewer positions."""
 
@@ -46,16 +50,16 @@ class CompanionConfig(Section):
     """
     learning_rate: float | None = Field(None, gt=0)
     """AdamW learning rate of the heads in steps of `batch_positions`; smaller steps take the root
-    of their share of it. null: 0.512 / the actor's hidden size, so 2e-3 at 256 and 1.25e-4 at
-    4,096. The gate lowers it when candidates get worse. Set it lower when candidates are worse from
-    the start.
+    of their share of it. null: 0.512 / the actor's hidden size in steps of 2,048 positions,
+    whatever `batch_positions` is, so 2e-3 at 256 and 1.25e-4 at 4,096. The gate lowers it when
+    candidates get worse. Set it lower when candidates are worse from the start.
     """
     dtype: Literal["float32", "bfloat16"] | None = None
     """Number format of the companion's matrix products; null: bfloat16 on a GPU or CPU that has it,
     else float32. Weights, sums and optimizer stay float32. Set it to float32 to find out whether
     rounding is the problem.
     """
-    batch_positions: Count = 2048
+    batch_positions: Count = RATE_POSITIONS
     """Maximum positions (response tokens) in an optimizer step, over all workers. There are fewer
     if a pass over a batch would have fewer than ten steps, but not below 128. Set it lower when
     heads learn too slowly from large batches, and the companion has time.
@@ -117,10 +121,17 @@ class CompanionConfig(Section):
     """
 
     def learning_rate_of(self, hidden_size: int) -> float:
-        """The learning rate of heads for an actor of this width."""
+        """The learning rate of heads for an actor of this width, in steps of `rate_positions`."""
         if self.learning_rate is not None:
             return self.learning_rate
         return RATE_AT_WIDTH / hidden_size
+
+    @property
+    def rate_positions(self) -> int:
+        """Positions of a step with the whole learning rate. For the default rate they don't depend
+        on `batch_positions`: it would raise the rate of steps that it leaves as they are.
+        """
+        return RATE_POSITIONS if self.learning_rate is None else self.batch_positions
 
     def steps_of(self, positions: int) -> int:
         """Optimizer steps of a pass over so many positions."""

@@ -11,6 +11,7 @@ from medusa_ppo.contract.metrics import (
     ACCEPTED_PER_ENGINE,
     COMPANION_DROPPED,
     COMPANION_GPU,
+    COMPANION_LEARNING_RATE,
     COMPANION_LEFT_OUT,
     COMPANION_LOSS,
     COMPANION_PASSES,
@@ -169,6 +170,8 @@ def companion_figures(status: CompanionStatus) -> dict[str, Any]:
     if status.passes:
         values |= {COMPANION_PASSES: status.passes, COMPANION_REASON: "fixed"}
         values |= {COMPANION_POSITIONS: status.positions_frac, COMPANION_RATE: status.rate}
+        if status.learning_rate:
+            values[COMPANION_LEARNING_RATE] = status.learning_rate
     if status.gpu_gib is not None:
         values[COMPANION_GPU] = status.gpu_gib
     # Before the first batch there is no loss: it is NaN, which equals nothing, not even itself.

@@ -237,7 +237,11 @@ COMPANION_REASON = "companion_reason"
 COMPANION_POSITIONS = "companion_positions_frac"
 """Share of the last batch's training positions that were used."""
 COMPANION_RATE = "companion_rate"
-"""Fraction of the configured learning rate that the companion uses; the gate sets it."""
+"""The gate's factor on companion.learning_rate."""
+COMPANION_LEARNING_RATE = "companion_learning_rate"
+"""Learning rate of the companion's last optimizer step: smaller than the configured one by the
+gate's factor, in small steps, and while an optimizer is new.
+"""
 COMPANION_GPU = "companion_gpu_gib"
 """GPU memory that the companion's process holds at the end of the step; missing without a GPU."""
 COMPANION_LOSS = "companion_loss"

@@ -40,13 +40,14 @@ class CompanionStatus:
 
     `train_s` is the time of training, `worked_s` the part of it taken from others: on a CPU, the
     seconds of a core. `passes` and `positions_frac` are those of the last batch; `rate` is the
-    factor on the configured step size for the next one. The gate has judged `judged` batches;
-    `gain` is how much better the candidate then was than the serving heads. `versions_followed`
-    were compared with their predecessor on later batches, and `versions_worse` were significantly
-    worse. `fresh`: `candidate` is the estimate of the last published version, and `serving` that of
-    the one before. `replayed_version` is the version of the heads in `serving`, and
-    `replayed_policy_version` that of the actor whose rollouts all three were judged on; below 0: no
-    batch was judged. `incarnation`: which process.
+    factor on the configured step size for the next one, `learning_rate` that of the last optimizer
+    step (0 before the first of a process). The gate has judged `judged` batches; `gain` is how much
+    better the candidate then was than the serving heads. `versions_followed` were compared with
+    their predecessor on later batches, and `versions_worse` were significantly worse. `fresh`:
+    `candidate` is the estimate of the last published version, and `serving` that of the one before.
+    `replayed_version` is the version of the heads in `serving`, and `replayed_policy_version` that
+    of the actor whose rollouts all three were judged on; below 0: no batch was judged.
+    `incarnation`: which process.
     """
 
     alive: bool = True
@@ -77,6 +78,7 @@ class CompanionStatus:
     gpu_gib: float | None = None
     workers: int = 1
     rate: float = 1.0
+    learning_rate: float = 0.0
     worked_s: float = 0.0
     fresh: bool = False
     replayed_version: int = -1

@@ -172,7 +172,8 @@ class TrainOptions:
         int | None,
         Option(
             min=1,
-            help="Positions per micro-batch; default: 512, or fewer if there are few tokens.",
+            help="Positions per micro-batch; default: 512, or fewer if there are few tokens and"
+            " nothing is accumulated.",
         ),
     ] = None
     """Smaller than the companion's default: small batches are noisy, and the cosine lets them
@@ -220,16 +221,18 @@ class TrainOptions:
     def for_text(self, tokens: int, hidden_size: int) -> TrainOptions:
         """These options with the step that suits so many tokens of such a model, if none was asked
         for: little text otherwise gives so few optimizer steps that heads learn less from it than
-        they could (from 9,000 tokens 1.852 in the place of 1.953 tokens an engine step).
+        they could (from 9,000 tokens 1.852 in the place of 1.953 tokens an engine step). To
+        accumulate is to ask for larger steps, whatever the text.
         """
-        together = self.workers * self.accumulate
         rows = self.batch_positions
         if rows is None:
-            enough = max(LEAST_POSITIONS, tokens * self.epochs // ENOUGH_STEPS)
-            rows = max(1, min(LARGEST_STEP, enough // together))
+            rows = LARGEST_STEP
+            if self.accumulate == 1:
+                enough = max(LEAST_POSITIONS, tokens * self.epochs // ENOUGH_STEPS)
+                rows = max(1, min(LARGEST_STEP, enough // self.workers))
         rate = self.learning_rate
         if rate is None:
-            share = min(1.0, rows * together / LARGEST_STEP)
+            share = min(1.0, rows * self.workers * self.accumulate / LARGEST_STEP)
             rate = COMPANION.learning_rate_of(hidden_size) * math.sqrt(share)
         return replace(self, batch_positions=rows, learning_rate=rate)
 

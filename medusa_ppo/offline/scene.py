@@ -397,7 +397,7 @@ def train_scene(options: TrainOptions) -> Scene:
         raise ConfigError(
             "Heads can't be trained at this learning rate.",
             given=f"--learning-rate {options.learning_rate:g}",
-            expected="a number above 0, like 0.002",
+            expected="a number above 0; the default is 0.512 / the model's hidden size",
             do="Correct --learning-rate, or leave it out.",
         )
     return read_scene(

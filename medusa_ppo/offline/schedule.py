@@ -21,10 +21,6 @@ PART_TOKENS = 32_768
 """Tokens of a worker between two log steps, and in memory at once besides the cache; more only if
 an optimizer step has more.
 """
-LEAST_STEPS = 16
-"""Parts of fewer optimizer steps are cut into equal ones: what a part has left over would be a step
-of its own, and often a small one.
-"""
 
 
 def cosine_schedule(steps: int) -> Callable[[int], float]:
@@ -58,14 +54,10 @@ def deal_parts(
     return [[share[part] for share in shares] for part in range(parts)]
 
 
-def in_equal_steps(options: TrainOptions) -> bool:
-    """Whether steps are so large that a part is cut into equal ones, and made as large as one."""
-    return options.worker_positions > PART_TOKENS // LEAST_STEPS
-
-
 @dataclass(frozen=True)
 class TrainingPlan:
-    """The parts and optimizer steps of a training, the same in all workers.
+    """The parts and optimizer steps of a training, the same in all workers. A part is cut into
+    equal steps: one of what is left over would move the heads as far as a whole one.
 
     Attributes:
         positions: positions to train on in each group.
@@ -83,16 +75,11 @@ class TrainingPlan:
             positions: positions to train on in each group.
             tokens: written tokens of all groups.
         """
-        own = tokens / options.workers
         step = options.worker_positions
-        if in_equal_steps(options):
-            # The nearest number: one step more of little text would halve all of them.
-            steps = max(1, round(own / step))
-            parts = math.ceil(steps / max(1, PART_TOKENS // step))
-            least = min(LOG_STEPS_PER_EPOCH, steps)
-        else:
-            parts = math.ceil(own / PART_TOKENS)
-            least = LOG_STEPS_PER_EPOCH
+        # The nearest number: one step more of little text would halve all of them.
+        steps = max(1, round(tokens / options.workers / step))
+        parts = math.ceil(steps / max(1, PART_TOKENS // step))
+        least = min(LOG_STEPS_PER_EPOCH, steps)
         # At most as many parts as a worker has groups: every part needs a group on every worker.
         most = len(positions) // options.workers
         return cls(options, tuple(positions), max(1, min(most, max(least, parts))))
@@ -114,5 +101,4 @@ class TrainingPlan:
     def steps_of(self, dealt: list[list[int]]) -> int:
         """Optimizer steps of a part: as many as the worker with most positions needs."""
         most = max(sum(self.positions[group] for group in groups) for groups in dealt)
-        steps = most / self.options.worker_positions
-        return max(1, round(steps)) if in_equal_steps(self.options) else math.ceil(steps)
+        return max(1, round(most / self.options.worker_positions))

@@ -14,6 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from heads.errors import UsageError
+from medusa_ppo.companion.cycle import Cycle
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.demo.task import build_tokenizer
 
@@ -111,9 +112,27 @@ def test_every_setting_learns_from_it_once(
     assert again["serving"] == base["serving"]
 
 
+def test_the_base_is_what_a_run_has(
+    recorded: tuple[ModuleType, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its learning rate was a constant, 16 times the default for an actor of width 4,096."""
+    bench, out = recorded
+    cycles: list[Cycle] = []
+    monkeypatch.setattr(bench, "Cycle", lambda *a, **k: cycles.append(Cycle(*a, **k)) or cycles[-1])
+    config = bench.build_config(json.loads((out / "recorded.json").read_text())["config"])
+    for name in ("base", "half the learning rate"):
+        bench.learn_again(out, config, bench.GRID[name], 0)
+    defaults = CompanionConfig()
+    used = cycles[0]._config
+    assert {name: getattr(used, name) for name in bench.BASE} == {
+        name: getattr(defaults, name) for name in bench.BASE
+    }
+    rates = [cycle.trainer._learning_rate for cycle in cycles]
+    assert rates == [defaults.learning_rate_of(32), defaults.learning_rate_of(32) / 2]
+
+
 def test_every_setting_is_one(recorded: tuple[ModuleType, Path]) -> None:
     bench, _ = recorded
     for settings in bench.GRID.values():
-        CompanionConfig(
-            **{**bench.BASE, **{key: value for key, value in settings.items() if key != "average"}}
-        )
+        keys = {key: value for key, value in settings.items() if key not in bench.NO_KEYS}
+        CompanionConfig(**{**bench.BASE, **keys})

@@ -37,6 +37,7 @@ from medusa_ppo.cli.plan import (
     companion_parts,
     heads_parameters,
     hidden_bytes,
+    kept_states,
     lines,
     make_plan,
     size_text,
@@ -304,7 +305,8 @@ def test_workers_of_the_companion_are_planned(folder: Path) -> None:
         moves["rows of lm_head and embedding, at most"].total
         == 3 * before["rows of lm_head and embedding, at most"].total
     )
-    steps = 3 * (32 * 4 * 96 // 1024)
+    # Two older batches join each pass, with a half and a quarter of their positions.
+    steps = 3 * (int(32 * 4 * 96 * 1.75) // 1024)
     assert moves["gradients, summed"].total == 2 * 2 * steps * 4 * heads_parameters(plan.heads)
 
 
@@ -419,8 +421,9 @@ def test_the_companions_memory_is_that_of_its_tensors(
     """
     monkeypatch.setattr("medusa_ppo.config.companion_section.LEAST_STEPS", 1)
     rows = {"kind": kind, "num_heads": 3, "context": 4} if kind == "hydra" else {"kind": kind}
+    heads = rows | {"warm_up_tokens": 0}
     config = build_config(
-        {"model": {"path": str(folder)}, "heads": rows, "companion": {"epochs": 1}}
+        {"model": {"path": str(folder)}, "heads": heads, "companion": {"epochs": 1}}
     )
     sizes = config.heads.sizes(hidden, vocab)
     generator = torch.Generator().manual_seed(0)
@@ -456,6 +459,31 @@ def test_the_companions_memory_is_that_of_its_tensors(
     parts = companion_parts(config, sizes, model, gpus=False, tokens=1920)
     planned = sum(size for what, size in parts.items() if not what.endswith(ON_HOST))
     assert 0.85 < planned / live.peak < 1.15, (planned / live.peak, parts, live.peak)
+
+
+@pytest.mark.parametrize(
+    ("heads", "companion", "tokens", "rows"),
+    [
+        ({"warm_up_tokens": 0}, {}, 3_072, 308),
+        ({}, {}, 3_072, 1_229),
+        ({}, {"workers": 2}, 3_072, 615),
+        ({"path": "heads"}, {}, 3_072, 308),
+        ({"warm_up_tokens": 0}, {"replay_versions": 4}, 8_192, 1_588),
+        ({}, {}, 64_000, 2_000),
+    ],
+)
+def test_the_largest_step_of_the_companion_is_planned(
+    folder: Path, heads: dict[str, Any], companion: dict[str, Any], tokens: int, rows: int
+) -> None:
+    """A tenth of the warm-up's tokens is more than one of a small batch's, and older batches join
+    a batch before it is cut into steps.
+    """
+    settings = {"model": {"path": str(folder)}, "heads": heads, "companion": companion}
+    config = build_config(settings)
+    model = ModelSizes.from_config(SMALL)
+    sizes = config.heads.sizes(model.hidden, model.vocab)
+    parts = companion_parts(config, sizes, model, gpus=False, tokens=tokens)
+    assert parts[BACKWARD] == rows * kept_states(sizes) * model.hidden * 4
 
 
 def test_what_follows_from_the_hardware_is_said_and_what_was_set_stays(folder: Path) -> None:

@@ -104,6 +104,38 @@ def test_a_team_learns_what_one_worker_learns(
         )
 
 
+def test_workers_of_a_team_share_little_of_their_work(chain, in_a_team: InATeam) -> None:
+    """Neighbours have most of their context and of their targets' rows in common. Of every n-th
+    position each of eight workers computed nearly all of the whole step's.
+    """
+    task = chain()
+    batch = with_prompts(task.batch(48, 30))
+    settings = {"loss": "kl", "batch_positions": 512}
+
+    def watched(team: Meeting | None, rank: int) -> torch.Tensor:
+        """Rows that the contexts, and the teacher, read in all steps; and positions."""
+        cycle = make(task, "context", **settings)
+        if team is not None:
+            cycle.join(team)
+        taken = torch.zeros(3, dtype=torch.int64)
+        step = cycle.trainer._step
+
+        def noted(sources: Any, picks_N3: torch.Tensor, loss: Any) -> torch.Tensor:
+            (source,), rows_N = sources, picks_N3[:, 1]
+            read = source.context_Mn[rows_N], source.teacher_rows_MK[rows_N], rows_N
+            taken.add_(torch.tensor([each.unique().numel() for each in read]))
+            return step(sources, picks_N3, loss)
+
+        cycle.trainer._step = noted
+        cycle.trainer.train_batch(batch)
+        return taken
+
+    alone = watched(None, 0)
+    together = torch.stack(in_a_team(watched)).sum(0)
+    assert together[2] == alone[2]
+    assert (together[:2] < 1.1 * alone[:2]).all(), (together, alone)
+
+
 def test_a_team_that_leaves_its_gpu_between_batches_learns_together(
     chain, in_a_team: InATeam
 ) -> None:

@@ -689,7 +689,7 @@ def test_the_gpu_is_left_to_others_between_batches(chain, tmp_path: Path, monkey
 def test_the_status_says_how_much_is_trained(chain, tmp_path: Path) -> None:
     task = chain()
     service = CompanionService(arguments_for(task, tmp_path), tables_of(task))
-    assert service.status().passes == 0
+    assert service.status().passes == service.status().learning_rate == 0
     # Of few prompts none is held out: a batch is judged on when three quarters as many positions
     # were trained on, here two passes over a quarter of two batches.
     run_batches(service, [sampled(task.batch(), 0.25) for _ in range(3)])
@@ -697,6 +697,8 @@ def test_the_status_says_how_much_is_trained(chain, tmp_path: Path) -> None:
     assert (status.passes, status.judged) == (2, 1) and status.positions_frac == pytest.approx(
         0.25, abs=0.05
     )
+    (group,) = service._cycle.trainer._optimizer.param_groups
+    assert status.learning_rate == group["lr"] > 0
     service.close()
 
 

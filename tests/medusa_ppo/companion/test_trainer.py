@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import math
 from typing import Any
 
 import pytest
@@ -497,6 +498,21 @@ def test_small_batches_are_cut_into_small_steps(chain, device: torch.device) -> 
     # Their step size is smaller by the root of their share.
     trainer = make(chain(), batch_positions=2_048, learning_rate=None, device=device)
     assert trainer._step_size(512) == 0.5 and trainer._step_size(2_048) == 1.0
+
+
+def test_a_bound_on_a_step_leaves_the_size_of_smaller_ones(chain, device: torch.device) -> None:
+    """With batch_positions=256 the default rate was 2.8 times as high in the same ten steps."""
+    batch = chain().batch()
+    usable = look_up(batch, 3, False).usable_N.numel()
+    for bound in (2_048, 256, 10_000):
+        trainer = make(chain(), batch_positions=bound, learning_rate=None, device=device)
+        assert trainer.last_step_size == 0
+        trainer.train_batch(batch, epochs=1, steps=4)
+        (group,) = trainer._optimizer.param_groups
+        expected = 0.512 / trainer.lm_head_VD.shape[1] * math.sqrt(usable / 4 / 2_048)
+        assert trainer.last_step_size == group["lr"] == pytest.approx(expected)
+    asked = make(chain(), batch_positions=256, learning_rate=1e-2, device=device)
+    assert asked._step_size(256) == 1.0, "a rate that was set is that of whole steps"
 
 
 def test_the_default_step_size_falls_with_the_width() -> None:

@@ -30,6 +30,9 @@ def test_the_schedule_is_told_from_the_first_decision_on() -> None:
         values[names.COMPANION_POSITIONS],
     ) == (0.25, "fixed", 0.4)
     assert (values[names.COMPANION_STEPS], values[names.COMPANION_GPU]) == (7, 0.5)
+    assert names.COMPANION_LEARNING_RATE not in values, "this process took no step"
+    trained = companion_figures(CompanionStatus(passes=1.0, rate=0.5, learning_rate=1e-4))
+    assert (trained[names.COMPANION_RATE], trained[names.COMPANION_LEARNING_RATE]) == (0.5, 1e-4)
     assert json.loads(json.dumps(clean(values)))[names.COMPANION_REASON] == "fixed"
     assert flatten(values)[
         names.COMPANION_PASSES
@@ -37,7 +40,9 @@ def test_the_schedule_is_told_from_the_first_decision_on() -> None:
 
 
 def test_every_figure_is_explained() -> None:
-    status = CompanionStatus(passes=1.0, positions_frac=1.0, gpu_gib=0.0, last_loss=1.0)
+    status = CompanionStatus(
+        passes=1.0, positions_frac=1.0, learning_rate=1e-3, gpu_gib=0.0, last_loss=1.0
+    )
     assert set(companion_figures(status)) <= set(names.describe())
 
 

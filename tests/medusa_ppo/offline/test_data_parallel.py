@@ -53,11 +53,7 @@ def trained(batch: RolloutBatch, team: Meeting | None, rows: int) -> dict[str, t
     lm_head_VD = torch.randn(*SIZES, generator=torch.Generator().manual_seed(9))
     config = CompanionConfig(loss="ce_tv", batch_positions=rows, epochs=1)
     trainer = HeadsTrainer(
-        MedusaHeads(HeadsConfig(SIZES[1], SIZES[0], 2)),
-        lm_head_VD,
-        config,
-        seed=0,
-        schedule=lambda step: 1.0,
+        MedusaHeads(HeadsConfig(SIZES[1], SIZES[0], 2)), lm_head_VD, config, seed=0
     )
     trainer.join(team)
     trainer.train_batch(batch)

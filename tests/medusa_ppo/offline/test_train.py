@@ -399,15 +399,25 @@ def test_the_plan_of_large_steps_is_what_was_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accumulate", "tokens", "steps"),
-    [(24, 100_000, 1), (16, 70_000, 1), (16, 100_000, 2), (8, 100_000, 3), (24, 30_000, 1)],
+    ("step", "tokens", "steps"),
+    [
+        (24 * 4096, 100_000, 1),
+        (16 * 4096, 70_000, 1),
+        (16 * 4096, 100_000, 2),
+        (8 * 4096, 100_000, 3),
+        (24 * 4096, 30_000, 1),
+        (512, 600, 1),
+        (512, 2_100, 4),
+        (512, 90_000, 176),
+    ],
 )
-def test_little_text_is_cut_into_the_nearest_number_of_large_steps(
-    accumulate: int, tokens: int, steps: int
+def test_little_text_is_cut_into_the_nearest_number_of_steps(
+    step: int, tokens: int, steps: int
 ) -> None:
-    """What had little more than one step got two of half the size."""
+    """What had little more than one step got two of half the size, or four of a quarter."""
+    rows = min(step, 4096)
     options = TrainOptions(
-        model="", data="", out=Path(), batch_positions=4096, accumulate=accumulate, epochs=1
+        model="", data="", out=Path(), batch_positions=rows, accumulate=step // rows, epochs=1
     )
     groups = [tokens // 100] * 100
     assert TrainingPlan.of(options, groups, tokens).steps == steps
@@ -439,12 +449,18 @@ def test_a_training_of_an_older_version_is_refused(
         ({"batch_positions": 512}, 2_000, 512, 2e-3),
         ({"batch_positions": 128}, 100_000, 128, 1e-3),
         ({"learning_rate": 3e-3}, 2_000, 128, 3e-3),
+        ({"accumulate": 8}, 8_100, 512, 2e-3),
+        ({"accumulate": 64}, 90_000, 512, 2e-3),
+        ({"accumulate": 8, "workers": 8}, 90_000, 512, 2e-3),
+        ({"accumulate": 2, "batch_positions": 64}, 90_000, 64, 1e-3),
     ],
 )
 def test_little_text_is_learned_in_small_steps(
     options: TrainOptions, asked: dict[str, Any], tokens: int, positions: int, rate: float
 ) -> None:
-    """From 9,000 tokens heads learned 1.852 tokens a step in few large steps, not 1.953."""
+    """From 9,000 tokens heads learned 1.852 tokens a step in few large steps, not 1.953. Who
+    accumulates asks for a larger one: micro-batches had 16 positions, or 1, in the place of it.
+    """
     defaults = TrainOptions(model="", data="", out=Path())
     found = replace(defaults, **asked).for_text(tokens, 256)
     assert found.batch_positions == positions
