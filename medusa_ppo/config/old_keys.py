@@ -99,10 +99,6 @@ OLD_KEYS = {
         "ppo.reward decides it: `module:function` is a function, everything else a reward model."
     ),
     "ppo.gamma": ("Rewards are not discounted; ppo.length_penalty penalises long responses."),
-    "ppo.side_by_side": (
-        "Actor, reference and critic compute one after the other; with actor.backend=megatron the "
-        "critic works while the ranks do. Leave the key out."
-    ),
     "report.speed_prompts": (
         "Pairs use all prompts of their step; a larger report.speed_every costs less time."
     ),

@@ -58,6 +58,11 @@ class PPOConfig(Section):
     when there is only one GPU, or when all GPUs are to generate and to train; to in_turn when the
     roles do not fit on their devices together.
     """
+    side_by_side: bool = False
+    """The reference scores in parallel with actor and critic, and the critic learns in parallel
+    with the actor, each with `threads` CPU threads. Set it on a CPU with cores to spare, with
+    `threads` at half of them.
+    """
     epochs: Count = 2
     """Passes over each rollout batch. Set it lower when `kl_update` grows, higher when rollouts
     take most of the time.
@@ -217,7 +222,7 @@ class PPOConfig(Section):
     """
     threads: Count | None = None
     """CPU threads of the update, per rank if the actor has several; null: all cores, divided among
-    the ranks. Set it when other programs need cores.
+    the ranks. Set it when other programs need cores, and with `side_by_side`.
     """
 
     @property
@@ -251,6 +256,14 @@ class PPOConfig(Section):
         yield from self._of_older_actors()
         yield from self._of_the_penalty()
         yield from self._of_rewards()
+        if self.side_by_side and self.placement in (IN_TURN, SHARED):
+            yield Contradiction(
+                "Roles that take turns can't work in parallel.",
+                ("ppo.side_by_side", "ppo.placement"),
+                "one of the two",
+                "Set ppo.side_by_side=false, or ppo.placement=separate.",
+            )
+
         if self.placement == SWAPPED and (self.advantages != "gae" or not self.judged_by_model):
             yield Contradiction(
                 "Only a reward model and a critic can share memory.",

@@ -238,6 +238,13 @@ def _of_a_megatron_actor(config: RunConfig) -> Iterator[Contradiction]:
                 "Set ppo.recompute=true, or actor.backend=megatron.",
             )
         return
+    if ppo.side_by_side:
+        yield Contradiction(
+            "A Megatron actor's ranks already work in parallel with the critic.",
+            ("ppo.side_by_side", "actor.backend"),
+            "ppo.side_by_side=false",
+            "Set ppo.side_by_side=false.",
+        )
     if actor.roles == CRITIC_ROLES and ppo.advantages != "gae":
         yield Contradiction(
             "These advantages have no critic that the ranks could hold.",

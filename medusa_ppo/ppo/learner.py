@@ -19,8 +19,9 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,8 @@ from medusa_ppo.ppo.token_stats import Support, token_stats
 from medusa_ppo.ppo.trained_files import load_trained, save_trained
 from medusa_ppo.ppo.update_totals import UpdateTotals
 from medusa_ppo.runtime.processes import SharedPlace
+
+Done = TypeVar("Done")
 
 DISCOUNT = 1.0
 """Discount per token. There is none: a right answer is worth the same at token 500 as at token 5.
@@ -93,6 +96,7 @@ class PPOLearner(ABC):
         self.config = config
         self.shaping = Shaping(config)
         self.turns = turns or Turns(config.placement)
+        self._beside = ThreadPoolExecutor(1, "medusa-ppo-beside") if config.side_by_side else None
         self.seed = seed
         self.autocast = autocast
         self.critic_optimizer: torch.optim.AdamW | None = None
@@ -101,6 +105,17 @@ class PPOLearner(ABC):
             self.turns.add(CRITIC, critic, self.critic_optimizer)
             if config.recompute is True:
                 recompute_layers(critic)
+
+    def _meanwhile(self, work: Callable[[], Done]) -> Callable[[], Done]:
+        """With ppo.side_by_side start the work in another thread, otherwise do it now.
+
+        Returns:
+            A function that waits for the work and returns its result.
+        """
+        if self._beside is not None:
+            return self._beside.submit(work).result
+        done = work()
+        return lambda: done
 
     def _micros(self, batch: PPOBatch, sequences: Sequence[int]) -> list[MicroBatch]:
         config = self.config
@@ -468,35 +483,57 @@ class Learner(PPOLearner):
     ) -> Callable[[], PolicyScores]:
         found = PolicyScores.zeros(batch)
         micros = self._micros(batch, range(len(batch)))
-        # The reference reuses the top-k/top-p mask from the actor's pass, so it runs after it. Even
-        # without a mask the actor goes first, so that whoever taps its pass can start while
-        # reference and critic still run.
-        with timeline.at_work("actor"), self.turns.on(ACTOR):
-            for micro in micros:
-                with _tapped(tap, self.actor, micro):
+
+        def score_reference() -> None:
+            with torch.no_grad(), timeline.at_work("reference"), self.turns.on(REFERENCE):
+                for micro in micros:
                     stats = token_stats(
-                        self.actor,
+                        self.reference,
                         micro,
                         sampling,
-                        entropy=True,
                         support=self._support,
                         autocast=self.autocast,
                     )
-                found.put_actor(batch, micro, stats)
-        with timeline.at_work("reference"), self.turns.on(REFERENCE):
-            for micro in micros:
-                stats = token_stats(
-                    self.reference, micro, sampling, support=self._support, autocast=self.autocast
-                )
-                batch.unpack(stats.logprobs_M, micro, found.reference_SR)
-        return lambda: found
+                    batch.unpack(stats.logprobs_M, micro, found.reference_SR)
+
+        def score_actor() -> None:
+            with timeline.at_work("actor"), self.turns.on(ACTOR):
+                for micro in micros:
+                    with _tapped(tap, self.actor, micro):
+                        stats = token_stats(
+                            self.actor,
+                            micro,
+                            sampling,
+                            entropy=True,
+                            support=self._support,
+                            autocast=self.autocast,
+                        )
+                    found.put_actor(batch, micro, stats)
+
+        if self._beside is not None and not self._support.cuts:
+            wait_for_reference = self._meanwhile(score_reference)
+            score_actor()
+        else:
+            # The reference reuses the top-k/top-p mask from the actor's pass, so it runs after it.
+            # Even without a mask the actor goes first, so that whoever taps its pass can start
+            # while reference and critic still run.
+            score_actor()
+            wait_for_reference = self._meanwhile(score_reference)
+
+        def wait() -> PolicyScores:
+            wait_for_reference()
+            return found
+
+        return wait
 
     def _begin_update(
         self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None
     ) -> Callable[[], UpdateTotals]:
-        with self.turns.on(ACTOR, training=True):
-            totals = self._actor_steps(batch, scores, sampling, step, texts)
-        return lambda: totals
+        def update_actor() -> UpdateTotals:
+            with self.turns.on(ACTOR, training=True):
+                return self._actor_steps(batch, scores, sampling, step, texts)
+
+        return self._meanwhile(update_actor)
 
     def _actor_steps(
         self, batch: PPOBatch, scores: Scores, sampling: Sampling, step: int, texts: PPOBatch | None

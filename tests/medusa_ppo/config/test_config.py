@@ -392,6 +392,11 @@ def test_a_section_by_itself_keeps_its_own_rules(build: Callable[[], Section], w
     "pairs, words",
     [
         (["ppo.advantages=grpo", "model.critic_path=demo"], "use no critic"),
+        (
+            ["ppo.side_by_side=true", "actor.backend=megatron"],
+            "already work in parallel with the critic",
+        ),
+        (["ppo.side_by_side=true", "ppo.placement=shared"], "can't work in parallel"),
         (["ppo.placement=shared"], "stays awake"),
         ([*SHARED_RANKS, "engine.replicas=3"], "2 ranks and the engines have 3"),
         (SHARED_RANKS, "2 ranks and the engines have 1"),

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -173,6 +174,7 @@ ROWS: dict[str, Row] = {
     ),
     "ppo.piece_prompts": (1, "pieces", {}),
     "ppo.placement": ("shared", "plan", {"engine": {"sleep_level": 1}}),
+    "ppo.side_by_side": (True, "beside", {}),
     "ppo.epochs": (1, "updated", {}),
     "ppo.minibatch_size": (4, "updated", {}),
     "ppo.micro_batch_size": (8, "plan", {}),
@@ -406,6 +408,20 @@ class KeyEffects:
         )
         learner.update(batch, scores, Sampling(), 0)
         return rows
+
+    def beside(self, config: RunConfig) -> Any:
+        """Which threads the reference's passes are in."""
+        actor = self._tiny_actor()
+        found = set[bool]()
+        learner = Learner(actor, Critic(actor), config.ppo)
+        here = threading.current_thread()
+        learner.reference.model.register_forward_hook(
+            lambda *_: found.add(threading.current_thread() is here)
+        )
+        learner.score(
+            PPOBatch(self._rollouts), torch.zeros(len(self._rollouts.responses)), Sampling()
+        )
+        return found
 
     def streams(self, config: RunConfig) -> Any:
         """What is evaluated on, and what is learned by heart."""

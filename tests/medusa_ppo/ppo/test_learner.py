@@ -8,14 +8,16 @@ import contextlib
 import copy
 import dataclasses
 import math
+import threading
 
 import pytest
 import torch
 
-from heads.errors import RunError
+from heads.errors import ConfigError, RunError
 from medusa_ppo.actors.hf import load_actor, load_tokenizer
 from medusa_ppo.actors.vision import FeatureStore, ImageReader, tower_of
 from medusa_ppo.config.ppo_section import PPOConfig
+from medusa_ppo.config.run_config import build_config
 from medusa_ppo.contract import metrics as names
 from medusa_ppo.contract.rollouts import Counters, Response, Rollouts, Sampling
 from medusa_ppo.ppo.arithmetic import masked_deviation
@@ -528,6 +530,56 @@ def test_a_value_clip_in_units_of_the_returns_follows_the_rewards_scale(tiny_act
         for unit in ("reward", "returns")
     ]
     assert not torch.equal(*found)
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_side_by_side_changes_no_bit(tiny_actor, make_rollouts, top_k: int):
+    batch = PPOBatch(make_rollouts(12))
+    rewards = torch.arange(12) / 4
+    sampling = Sampling(top_k=top_k)
+    found = []
+    for beside in (False, True):
+        one = learner(tiny_actor(), side_by_side=beside, minibatch_size=4)
+        reports = []
+        for step in range(3):
+            scores, report = one.score(batch, rewards, sampling)
+            reports.append(report | one.update(batch, scores, sampling, step))
+        found.append((reports, weights(one.actor), weights(one.critic)))
+    assert found[0][0] == found[1][0] and all(
+        torch.equal(*pair) for pair in zip(found[0][1:], found[1][1:], strict=True)
+    )
+
+
+def test_side_by_side_is_at_once(tiny_actor, make_rollouts):
+    """The actor's pass waits until the reference is in its own, and the critic's update until the
+    actor is in its own.
+    """
+    one = learner(tiny_actor(), side_by_side=True)
+    seen = {"reference": threading.Event(), "actor": threading.Event()}
+    one.reference.model.register_forward_hook(lambda *_: seen["reference"].set())
+    waits = one.actor.model.register_forward_hook(
+        lambda *_: None if seen["reference"].wait(30) else pytest.fail("the reference waits")
+    )
+    batch = PPOBatch(make_rollouts(8))
+    scores, _ = one.score(batch, torch.arange(8) / 4, Sampling())
+    waits.remove()
+    one.actor.model.register_forward_hook(lambda *_: seen["actor"].set())
+    one.critic.register_forward_hook(
+        lambda *_: None if seen["actor"].wait(30) else pytest.fail("the critic waits for the actor")
+    )
+    one.update(batch, scores, Sampling(), 0)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"actor": {"backend": "megatron"}},
+        {"ppo": {"placement": "shared"}, "engine": {"sleep_level": 1}},
+    ],
+)
+def test_side_by_side_is_refused_where_it_can_not_be(more: dict):
+    with pytest.raises(ConfigError, match=r"ppo\.side_by_side"):
+        build_config({**more, "ppo": {**more.get("ppo", {}), "side_by_side": True}})
 
 
 def test_actor_critic_and_reference_see_images_that_the_tower_computed_once(vision_actor, picture):

@@ -244,6 +244,7 @@ def test_a_reward_model_that_does_not_fit_the_critics_memory(
             {"ppo": {"placement": "swapped", "reward": "judge", "advantages": "rloo"}},
             "reward model and a critic",
         ),
+        ({"ppo": {"placement": "in_turn", "side_by_side": True}}, "can't work in parallel"),
         (
             {"actor": {"backend": "megatron"}, "data": {"images": "image"}},
             "and the critic is not",
