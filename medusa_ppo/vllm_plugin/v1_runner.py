@@ -142,6 +142,12 @@ def with_our_verification(original: Callable[..., Any]) -> Callable[..., Any]:
     """`rejection_sample`: our sampled drafts are verified as a block, where their q is stored. V1's
     kernels verify each draft on its own, and need q of all tokens and all drafts, three times the
     memory of the logits.
+
+    The CPU build verifies all drafts in torch, whoever drafted them. Failure: its C++ version reads
+    outside its input for the padding id -1, and in 0.23 to 0.25 it doesn't take `USE_FP64_GUMBEL`.
+    Trigger: a request that is scheduled with padded drafts. Versions 0.31 and 0.32; not reported
+    upstream. Used if a request needs logits processors, because `verification_in_one_pass` leaves
+    these to vLLM.
     """
 
     @functools.wraps(original)
@@ -154,7 +160,7 @@ def with_our_verification(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not isinstance(draft_probs, verify.Proposed):
+        if not isinstance(draft_probs, verify.Proposed) and not current_platform.is_cpu():
             return original(
                 draft_token_ids,
                 num_draft_tokens,
