@@ -65,7 +65,7 @@ class HandedBatch:
     tables: list[ray.ObjectRef]
     nbytes: int
     policy_version: int
-    number: int = 0
+    number: int
 
 
 def actor_options(config: CompanionConfig, group: Any, index: int) -> dict[str, Any]:
@@ -143,11 +143,11 @@ class Member:
 class Leader(CompanionService):
     """The service on the first of several workers. Batches and tables come by reference."""
 
-    def __init__(self, first: list[ray.ObjectRef], group: Any = None) -> None:
+    def __init__(self, first: list[ray.ObjectRef], group: Any) -> None:
         """
         Args:
             first: reference to the ServiceArguments, and a reference to the tables.
-            group: placement group with a bundle for each worker; None: Ray finds a node for each.
+            group: placement group with a bundle for each worker.
         """
         arguments: ServiceArguments
         arguments, tables = ray.get(first[0])
