@@ -143,11 +143,11 @@ class Member:
 class Leader(CompanionService):
     """The service on the first of several workers. Batches and tables come by reference."""
 
-    def __init__(self, first: list[ray.ObjectRef], group: Any) -> None:
+    def __init__(self, first: list[ray.ObjectRef], group: Any = None) -> None:
         """
         Args:
             first: reference to the ServiceArguments, and a reference to the tables.
-            group: placement group with a bundle for each worker.
+            group: placement group with a bundle for each worker; None: Ray finds a node for each.
         """
         arguments: ServiceArguments
         arguments, tables = ray.get(first[0])
