@@ -41,7 +41,7 @@ from heads.errors import UsageError
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor, load_tokenizer
 from medusa_ppo.companion.collector import BatchCollector
 from medusa_ppo.companion.cycle import Cycle
-from medusa_ppo.companion.gate import AVERAGE, replay
+from medusa_ppo.companion.gate import AVERAGE, Served, replay
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.companion.wire import TableRows
 from medusa_ppo.config.companion_section import CompanionConfig
@@ -347,7 +347,7 @@ def learn_again(
         control = first if heads else cycle.frozen or cycle.serving
         for lengths, judged in ((serving, cycle.serving), (frozen, control)):
             result = replay(
-                judged, batch, lm_head_VD, embedding_VD=embedding_VD, draft_temperature=temperature
+                judged, batch, lm_head_VD, embedding_VD=embedding_VD, served=Served(temperature)
             )
             lengths.append(result.mean_acceptance_length)
         # Processor time: settings may run beside other programs.

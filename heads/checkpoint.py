@@ -23,7 +23,7 @@ from typing import IO, Any
 import torch
 
 from heads.errors import CheckpointError, ConfigError
-from heads.heads_config import GONE_KINDS, KEY_TOKENS, KINDS, TEMPERATURES, HeadsConfig
+from heads.heads_config import GONE_KINDS, KINDS, TEMPERATURES, HeadsConfig
 from heads.modules import MedusaHeads
 from heads.tensorfile import (
     FLOAT_DTYPES,
@@ -68,14 +68,14 @@ OWN_SECTION = "medusa_ppo"
 DAMAGED = "The heads' configuration is damaged."
 MAX_CONFIG_BYTES = 1 << 20
 # Limits far beyond any real heads, because sizes in a file decide how much memory is allocated.
-MAX_HEADS, MAX_LAYERS, MAX_WIDTH, MAX_VOCAB = 64, 64, 1 << 17, 1 << 24
+# HeadsConfig itself limits the others.
+MAX_LAYERS, MAX_WIDTH, MAX_VOCAB = 64, 1 << 17, 1 << 24
 MORE_BOUNDS = {
     "mlp_ratio": 64,
     "context": 1 << 12,
     "context_layers": 16,
     "feed_forward": 64,
     "copy_parts": 64,
-    "copy_tokens": KEY_TOKENS,
 }
 
 
@@ -401,12 +401,7 @@ def beyond_bounds(config: HeadsConfig) -> list[str]:
     """The sizes that no real heads have, each with its limit. Of sizes that a stranger names, how
     many tensors there are and how large is asked only if this is empty.
     """
-    sizes = {
-        "num_heads": MAX_HEADS,
-        "num_layers": MAX_LAYERS,
-        "hidden_size": MAX_WIDTH,
-        "vocab_size": MAX_VOCAB,
-    }
+    sizes = {"num_layers": MAX_LAYERS, "hidden_size": MAX_WIDTH, "vocab_size": MAX_VOCAB}
     return [
         f"{name} {getattr(config, name)} > {bound}"
         for name, bound in {**sizes, **MORE_BOUNDS}.items()

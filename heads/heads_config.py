@@ -166,13 +166,10 @@ class HeadsConfig:
             )
 
     @property
-    def conditioned(self) -> bool:
-        """Whether the heads read the tokens that were sampled or drafted since h_t."""
-        return self.kind == "hydra"
-
-    @property
     def needs_embedding(self) -> bool:
-        """Whether the heads read the actor's embedding table."""
+        """Whether the heads read the tokens that were sampled or drafted since h_t, and so the
+        actor's embedding table.
+        """
         return self.kind == "hydra"
 
     @property

@@ -316,7 +316,7 @@ class MedusaHeads(nn.Module):
                 row's own sequence.
             text, places: what copying searches; with `next_ids_BT` the row's own sequence.
         """
-        if condition is None and next_ids_BT is not None and self.config.conditioned:
+        if condition is None and next_ids_BT is not None and self.config.needs_embedding:
             # Every row of `next_ids_BT` is one sequence, so segments need not be distinguished
             # within it.
             condition = condition_ids(

@@ -39,6 +39,7 @@ from heads.errors import ConfigError, DataError, ModelError
 from medusa_ppo.actors.actor_tables import Table, layers_of_wrapping, plain_model
 from medusa_ppo.actors.actor_view import ActorView
 from medusa_ppo.config.model_section import VISION_FAMILIES
+from medusa_ppo.runtime.data_files import is_path_like
 
 logger = logging.getLogger(__name__)
 
@@ -502,20 +503,8 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     return DTYPES[dtype]
 
 
-def _is_folder_like(name: str) -> bool:
-    """A hub name is `name` or `owner/name`; anything else, and anything that exists, is treated as
-    a folder.
-    """
-    return (
-        Path(name).exists()
-        or name.startswith((".", "~", os.sep))
-        or name.count("/") > 1
-        or not name.strip()
-    )
-
-
 def _check_exists(name: str) -> None:
-    if not _is_folder_like(name):
+    if not is_path_like(name):
         return
     if not Path(name).is_dir():
         raise ModelError(
@@ -593,7 +582,7 @@ def _loading(name: str, problem: str) -> Iterator[None]:
         # transformers' errors have many lines; the first one says what is wrong.
         reason = (str(error).strip().splitlines() or ["no message"])[0]
         do = "Check the spelling and the network, or download the model first and give its folder."
-        if _is_folder_like(name):
+        if is_path_like(name):
             do = (
                 "Check that the folder was written completely by save_pretrained, and by a"
                 " transformers version that is not newer."

@@ -27,7 +27,7 @@ from heads.modules import MedusaHeads
 from medusa_ppo.actors.hf import embedding_weight, lm_head_weight, load_actor
 from medusa_ppo.bench.bench_options import HeadsBench, Table
 from medusa_ppo.bench.pairs import run_rounds, table_of
-from medusa_ppo.companion.gate import replay
+from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.contract.rollout_batch import RolloutBatch
@@ -327,7 +327,7 @@ def _train_and_judge(bench: HeadsBench, kind: str, loss: str, found: Collected) 
             found.holdout,
             lm_head_VD,
             embedding_VD=embedding_VD,
-            draft_temperature=temperature,
+            served=Served(temperature),
         ).mean_acceptance_length
         for temperature in (0.0, *DRAFT_TEMPERATURES)
     )

@@ -72,7 +72,7 @@ ROW_BYTES = 24
 
 def kept_states(heads: HeadsConfig) -> int:
     """What the heads' backward pass keeps per position, in states of the actor's width."""
-    if not heads.conditioned:
+    if not heads.needs_embedding:
         return 4 * heads.num_heads
     attention = heads.context_layers * (2 * heads.context + 2 * heads.feed_forward)
     copying = 6 + heads.copy_parts if heads.copies else 0

@@ -76,10 +76,7 @@ COUNTERS = (
 GONE = "upper_batch"
 """A counter that later releases don't have; its value in a state is ignored."""
 COUNTERS_0_3 = (*COUNTERS[:6], GONE, *COUNTERS[6:])
-COUNTERS_09356BD = (*COUNTERS[:6], GONE, "batches_seen")
-"""In states of that commit only the first two numbers of the schedule mean anything here.
-"""
-LAYOUTS = {len(names): names for names in (COUNTERS, COUNTERS_0_3, COUNTERS_09356BD)}
+LAYOUTS = {len(names): names for names in (COUNTERS, COUNTERS_0_3)}
 """The number of counters in a state shows which release wrote it."""
 ROWS = ("serving", "candidate", "frozen")
 
@@ -530,7 +527,7 @@ class Cycle:
         """Restore a state. Raises CheckpointError if it does not belong to such a cycle."""
         missing = [
             name
-            for name in ("counters", "trainer.counters", "trainer.generator")
+            for name in ("counters", "schedule", "trainer.counters", "trainer.generator")
             if name not in state
         ]
         names = () if missing else LAYOUTS.get(state["counters"].numel(), ())
@@ -538,7 +535,7 @@ class Cycle:
             raise CheckpointError(
                 "This is not a state of the companion.",
                 given=f"missing: {', '.join(missing) or 'none'}; {len(state)} tensors",
-                expected="a file written by the companion of this release, of 0.3.0 or 09356bd",
+                expected="a file written by the companion of this release, of 0.3.0 or 0.2.0",
                 do="Resume from the folder that the companion wrote.",
             )
         self.trainer.load_state_dict(under(state, "trainer."))
@@ -557,19 +554,15 @@ class Cycle:
         for name, value in zip(names, state["counters"].tolist(), strict=True):
             if name != GONE:
                 setattr(self, name, value)
-        self.serving_version = self.version
-        if "schedule" in state:
-            self.trainer.rate, self.positions_frac, *later = state["schedule"].tolist()
-            if names == COUNTERS_09356BD:
-                later = []
-            # States before 0.4 lack the last of the first four, and those of before it was known
-            # whose estimates they hold the two after these, or the last one.
-            later += [0.0] * (4 - len(later))
-            self.passes, self.gain, self._level, unjudged_rows, *versions = later
-            self._unjudged_rows = int(unjudged_rows)
-            known = (self.version - bool(self.fresh), self.last_policy_version, self.version)
-            versions = [*map(int, versions), *known[len(versions) :]]
-            self.replayed_version, self.replayed_policy_version, self.serving_version = versions
+        self.trainer.rate, self.positions_frac, *later = state["schedule"].tolist()
+        # States before 0.4 lack the last of the first four, and those of before it was known whose
+        # estimates they hold the two after these, or the last one.
+        later += [0.0] * (4 - len(later))
+        self.passes, self.gain, self._level, unjudged_rows, *versions = later
+        self._unjudged_rows = int(unjudged_rows)
+        known = (self.version - bool(self.fresh), self.last_policy_version, self.version)
+        versions = [*map(int, versions), *known[len(versions) :]]
+        self.replayed_version, self.replayed_policy_version, self.serving_version = versions
         self.last_loss, *losses = (
             state["last_losses"].tolist() if "last_losses" in state else [math.nan]
         )

@@ -12,7 +12,6 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,22 +64,15 @@ class CompanionDesk:
         folder: in shared memory, for incoming files.
     """
 
-    def __init__(
-        self,
-        arguments: ServiceArguments,
-        tables_VD: Tables,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, arguments: ServiceArguments, tables_VD: Tables) -> None:
         """
         Args:
             arguments: what the companion is built from; it publishes to `companion.feed`.
             tables_VD: the actor's lm_head and embedding as its files have them; the embedding only
                 for heads that read it.
-            clock: seconds.
         """
         self._heads: HeadsConfig = arguments.heads
         self._config = arguments.companion
-        self._clock = clock
         self._lock = threading.Lock()
         self._parts: list[Part] = []
         # The last steps that went before all their parts had come, and the processes that had sent
@@ -329,7 +321,7 @@ class CompanionDesk:
             return
         if rowless:
             return
-        now = self._clock()
+        now = time.monotonic()
         self._step_s = 0.0 if self._arrived is None else now - self._arrived
         self._arrived = now
         batch = joined([part.batch for part in parts if part.batch is not None])

@@ -127,7 +127,6 @@ def replay(
     lm_head_VD: torch.Tensor,
     *,
     embedding_VD: torch.Tensor | None = None,
-    draft_temperature: float = 0.0,
     served: Served | None = None,
     team: Meeting | None = None,
     give_way: Callable[[], None] = lambda: None,
@@ -147,9 +146,7 @@ def replay(
     accepts = []
     for piece in _pieces(here) if here else ():
         give_way()
-        accepts.append(
-            _acceptance(heads, piece, lm_head_VD, embedding_VD, served or Served(draft_temperature))
-        )
+        accepts.append(_acceptance(heads, piece, lm_head_VD, embedding_VD, served or Served()))
     # All pieces in one call: it goes row by row, so the longest response determines its time.
     result = replay_probabilities(torch.cat(accepts), here.lengths_S) if here else None
     columns = (
@@ -295,7 +292,7 @@ def _tables(
     segment_M = segments_from_lengths(batch.lengths_S)
     condition_MK = (
         condition_ids(batch.response_ids_M, segment_M, config.num_heads).to(device)
-        if config.conditioned
+        if config.needs_embedding
         else None
     )
     context_Mn = context_of(batch, config.context)

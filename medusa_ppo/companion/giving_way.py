@@ -25,7 +25,7 @@ class Pace:
 
     Attributes:
         name: random, the same for all who see the same byte.
-        waited_s: seconds waited since they were last taken.
+        waited_s: seconds waited so far; who reads it may set it to 0.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -67,9 +67,3 @@ class Pace:
             # On a busy machine a sleep takes longer.
             began, now = now, time.monotonic()
             self.waited_s += now - began
-
-    def take_waited_s(self) -> float:
-        """Seconds waited; counting restarts."""
-        waited_s = self.waited_s
-        self.waited_s = 0.0
-        return waited_s

@@ -439,7 +439,7 @@ class CompanionService:
                 took_s = self._took_s = self._training_s()
                 # Here, where the error and what its frames hold are gone.
                 self._rest_anyway()
-                self._pace.take_waited_s()
+                self._pace.waited_s = 0.0
                 self._leave_out_turn()
                 self._train_s, self._worked_s = (
                     self._train_s + took_s,

@@ -65,7 +65,7 @@ class HandedBatch:
     tables: list[ray.ObjectRef]
     nbytes: int
     policy_version: int
-    number: int = 0
+    number: int
 
 
 def actor_options(config: CompanionConfig, group: Any, index: int) -> dict[str, Any]:

@@ -372,7 +372,8 @@ class HeadsTrainer:
 
     def _look_up(self, batch: RolloutBatch) -> TrainingRows:
         config = self.heads.config
-        rows = look_up(batch, config.num_heads, config.conditioned, config.context, config.copies)
+        sizes = config.num_heads, config.needs_embedding, config.context, config.copies
+        rows = look_up(batch, *sizes)
         if self._loss.needs_teacher:
             rows.check_neighbours(self._config.loss)
         if self.ids_W is None:

@@ -267,18 +267,17 @@ class Acceptance:
 
 
 class DraftChooser:
-    """Chooses k for each step from the number of running sequences."""
+    """Chooses k for each step from the number of running sequences.
 
-    def __init__(self, max_drafts: int, allowed: Sequence[int] | None = None) -> None:
-        """
-        Args:
-            allowed: what to choose from, 0 and `max_drafts` among them; None: every number up to 4,
-                and then fewer and fewer.
-        """
+    Attributes:
+        allowed: what is chosen from: every number up to 4, and then fewer and fewer.
+    """
+
+    def __init__(self, max_drafts: int) -> None:
         self.max_drafts = max_drafts
         fine = range(min(max_drafts, FINE) + 1)
         coarse = [k for k in range(FINE, max_drafts) if k % (2 if k <= 2 * FINE else 4) == 0]
-        self.allowed = sorted(set(allowed or [*fine, *coarse, max_drafts]))
+        self.allowed = sorted({*fine, *coarse, max_drafts})
         self.table = StepTable()
         self.acceptance = Acceptance(max_drafts)
         self._held = (-1, 0, 0)

@@ -82,29 +82,23 @@ def uniforms(
     seeded_B: torch.Tensor | None,
     stream: int,
     count: int,
-    generator: torch.Generator | None = None,
 ) -> torch.Tensor:
-    """Float64 uniforms `[B, count]`: counter-based for the requests in `seeded_B`, from a generator
-    for the others.
+    """Float64 uniforms `[B, count]`: counter-based for the requests in `seeded_B`, from torch's own
+    generator for the others.
 
     Args:
         keys_B: int64; None if no request of the batch has a seed. The values of requests without a
             seed are not read.
         seeded_B: bool; None if every request has a seed.
-        generator: for requests without a seed; None: torch's own.
     """
     shape = (positions_B.shape[0], count)
     if keys_B is None:
-        return torch.rand(
-            shape, dtype=torch.float64, device=positions_B.device, generator=generator
-        )
+        return torch.rand(shape, dtype=torch.float64, device=positions_B.device)
     counted_BL = counted(keys_B, positions_B, stream, count)
     if seeded_B is None:
         return counted_BL
     # Numbers for all requests, because only the device knows which are seeded.
-    drawn_BL = torch.rand(
-        shape, dtype=torch.float64, device=positions_B.device, generator=generator
-    )
+    drawn_BL = torch.rand(shape, dtype=torch.float64, device=positions_B.device)
     return torch.where(seeded_B.unsqueeze(1), counted_BL, drawn_BL)
 
 

@@ -34,6 +34,7 @@ from medusa_ppo.engines.gpu_room import require_room
 from medusa_ppo.engines.kept_tables import keep_table
 from medusa_ppo.engines.launch import ENVIRONMENT, LaunchPlan, kernels_environment, plan_launch
 from medusa_ppo.engines.pieces import UNFINISHED, Ended, Finished, Partly, request_seed, tell
+from medusa_ppo.engines.rollout_engine import COUNTER
 from medusa_ppo.vllm_plugin.speculation import is_asynchronous
 from medusa_ppo.vllm_plugin.worker_calls import Drafting, first_of, raise_reported
 
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-COUNTER = "vllm:spec_decode_num_"
 Call = Callable[[str, tuple[Any, ...]], list[Any]]
 PROMPT_TOKENS, LONGEST = 8, 256
 """Requests for timing: tokens in their prompts, and maximum tokens in their responses."""

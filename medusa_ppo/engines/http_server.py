@@ -41,7 +41,7 @@ from medusa_ppo.engines.launch import (
     server_arguments,
 )
 from medusa_ppo.engines.pieces import Finished, request_seed
-from medusa_ppo.engines.rollout_engine import Found
+from medusa_ppo.engines.rollout_engine import COUNTER, Found
 from medusa_ppo.runtime.control_guard import LOOPBACK, TOKEN, token_header
 from medusa_ppo.runtime.state_receiver import STATE_ROUTE
 from medusa_ppo.vllm_plugin.worker_calls import Drafting, first_of
@@ -79,7 +79,6 @@ LEFT = {"/resume": "be paused", STATE_ROUTE: "have the file that was sent to it 
 CHUNK_BYTES = 1 << 20
 MOST_ANSWER_BYTES = 256 << 20
 MOST_POSITIONS = 1024
-COUNTER = "vllm:spec_decode_num_"
 
 
 class Client(httpx.Client):

@@ -748,7 +748,7 @@ class EnginePool(base.RolloutEngine):
         seat.why = str(error)
 
     def _start_again(
-        self, index: int, old: base.RolloutEngine | None, pause_s: float = 0.0
+        self, index: int, old: base.RolloutEngine | None, pause_s: float
     ) -> base.RolloutEngine:
         if old is not None:
             # The old one is closed first, because the new one needs its memory.

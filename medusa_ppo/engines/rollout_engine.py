@@ -26,6 +26,8 @@ from medusa_ppo.vllm_plugin.worker_calls import Drafting
 
 logger = logging.getLogger(__name__)
 
+COUNTER = "vllm:spec_decode_num_"
+"""vLLM's counters of drafts begin so."""
 Prompts = Sequence[Sequence[int]]
 Found = TypeVar("Found")
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from heads.checkpoint import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
+from heads.checkpoint import MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from heads.errors import CheckpointError, ConfigError
-from heads.heads_config import HeadsConfig
+from heads.heads_config import MOST_HEADS, HeadsConfig
 from heads.tensorfile import FLOAT_DTYPES, Header
 
 # Format-independent names of the heads' tensors: those of stock vLLM, which our native format
@@ -217,9 +217,9 @@ def _indices(template: str, header: Header) -> list[tuple[int, int]]:
 def _check_counts(K: int, L: int, present: int, claims: Claims, own: bool, where: str) -> list[str]:
     """Refuse impossible counts, and note where the configuration contradicts the tensors."""
     notes = []
-    if K > MAX_HEADS or L > MAX_LAYERS:
+    if K > MOST_HEADS or L > MAX_LAYERS:
         raise _wrong(
-            where, f"{K} heads of {L} layers", f"at most {MAX_HEADS} heads of {MAX_LAYERS} layers"
+            where, f"{K} heads of {L} layers", f"at most {MOST_HEADS} heads of {MAX_LAYERS} layers"
         )
     if L < 1 or present not in (1, L):
         expected = "as many layers as come before the lm_head, or one tied layer"

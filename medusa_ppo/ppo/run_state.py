@@ -74,21 +74,9 @@ STATE_FILE = "state.json"
 MEMORY_FILE = "memory.safetensors"
 EVALUATION_FILE = "evaluation.json"
 FORMAT_VERSION = 1
-BEFORE = {"heads": {"context": 0}}
-"""Values for runs whose state lacks these keys, if they differ from today's defaults."""
 BEFORE_WITH_CONTEXT = {"heads": {"feed_forward": 0, "cell": 2, "copy_parts": 0}}
-"""The same for heads with a context, which alone have these sizes; states before 0.4 lack them."""
-FIXED_KEYS = (
-    "model.path",
-    "model.critic_path",
-    "model.dtype",
-    "data.path",
-    "data.template",
-    "seed",
-    "ppo.prompts_per_step",
-)
-"""The keys that --resume compares with a state of a release before 0.2: its other keys had other
-forms. With newer states it compares all keys.
+"""Sizes of heads with a context, which alone have them, in states before 0.4: these lack the keys,
+and today's defaults are others.
 """
 PLACE_KEYS = ("name", "out")
 ACTOR_SIZES = (
@@ -349,17 +337,11 @@ def read_position(run_dir: Path, config: RunConfig, allow: Sequence[str] = ()) -
         old = raw["config"]
         default = plain(RunConfig())
         now = plain(config)
-        if "version" in raw:
-            # Add the keys that are newer than the state.
-            whole = merged(merged(default, BEFORE), old)
-            if whole["heads"]["kind"] == "hydra" and whole["heads"]["context"]:
-                whole = merged(merged(whole, BEFORE_WITH_CONTEXT), old)
-            was = {key: _look_up(whole, key) for key in keys}
-        else:  # Earlier releases wrote an empty text for what is the default today.
-            was = {
-                key: _look_up(default if _look_up(old, key) == "" else old, key)
-                for key in FIXED_KEYS
-            }
+        # Add the keys that are newer than the state.
+        whole = merged(default, old)
+        if whole["heads"]["kind"] == "hydra" and whole["heads"]["context"]:
+            whole = merged(merged(whole, BEFORE_WITH_CONTEXT), old)
+        was = {key: _look_up(whole, key) for key in keys}
     except (
         OSError,
         KeyError,

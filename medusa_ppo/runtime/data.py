@@ -49,14 +49,15 @@ def load_rows(path: str | os.PathLike[str], *, split: str = "train", limit: int 
     return rows
 
 
-def stream_rows(path: str | os.PathLike[str], *, split: str = "train") -> Iterator[Row]:
-    """The same rows one by one, read only on demand: for data larger than the memory or the disk.
+def stream_rows(path: str | os.PathLike[str]) -> Iterator[Row]:
+    """The rows of the split `train` one by one, read only on demand: for data larger than the
+    memory or the disk.
 
     Raises:
         DataError: like `load_rows`; for later content, when it is reached.
     """
     name = os.fspath(path)
-    found = _load(name, split, streaming=True)
+    found = _load(name, "train", streaming=True)
     with _one_sentence(name):
         yield from found
 

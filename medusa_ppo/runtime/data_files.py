@@ -1,5 +1,5 @@
-"""Which file a name of data means: told from the name and the file's ending and size, without
-`datasets`, which takes seconds to load.
+"""Which names are paths, and which file a name of data means: told from the name and the file's
+ending and size, without `datasets`, which takes seconds to load.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ def data_file(name: str) -> Path | None:
         DataError: no such file, unknown file type, or an empty file.
     """
     # Before the rules for names: a local folder `owner/name` wins over the hub's.
-    if Path(name).is_dir() or not _is_file_like(name):
+    path = Path(name)
+    # What ends like a file's name is not looked up on the hub.
+    if path.is_dir() or not (is_path_like(name) or path.suffix in FILE_TYPES):
         return None
-    path = Path(name).expanduser()
+    path = path.expanduser()
     if not path.is_file():
         near = sorted(str(other) for other in path.parent.glob("*") if other.suffix in FILE_TYPES)
         raise DataError(
@@ -84,14 +86,12 @@ def refuse_split(name: str) -> None:
         )
 
 
-def _is_file_like(name: str) -> bool:
-    """Whether this names a file: it exists, is written as a path, or ends like a file's name.
-    Anything else is a hub name: `name` or `owner/name`.
+def is_path_like(name: str) -> bool:
+    """Whether this names a file or folder: it exists, or is written as a path. Anything else is a
+    hub name: `name` or `owner/name`.
     """
-    path = Path(name)
     return (
-        path.exists()
-        or path.suffix in FILE_TYPES
+        Path(name).exists()
         or name.startswith((".", "~", os.sep))
         or name.count("/") > 1
         or not name.strip()

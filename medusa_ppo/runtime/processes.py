@@ -361,19 +361,19 @@ def bundle(gpus: float, resource: str | None) -> dict[str, float]:
 
 
 def reserve(
-    bundles: list[dict[str, float]], what: str, layout: str = "PACK", timeout_s: float = TIMEOUT_S
+    bundles: list[dict[str, float]], what: str, timeout_s: float = TIMEOUT_S
 ) -> PlacementGroup:
     """Reserve room for all bundles. The caller runs `ray.init` first, and `release` later.
 
     Args:
         what: what the room is for, for the error.
-        layout: Ray's placement strategy. `PACK`, as close together as possible, suits processes
-            that exchange much data, and costs others nothing.
 
     Raises:
         RunError: the cluster has no such room.
     """
-    group = placement_group(bundles, strategy=layout)
+    # As close together as possible: this suits processes that exchange much data, and costs others
+    # nothing.
+    group = placement_group(bundles, strategy="PACK")
     try:
         found = _is_there(group, timeout_s)
     except BaseException:  # Ctrl-C.
@@ -386,8 +386,8 @@ def reserve(
         raise RunError(
             f"The Ray cluster has no room for the {what}.",
             given=(
-                f"{', '.join(f'{count} x {kind}' for kind, count in asked.items())},"
-                f" {layout}; free: {_free()}"
+                f"{', '.join(f'{count} x {kind}' for kind, count in asked.items())};"
+                f" free: {_free()}"
             ),
             expected=f"room for all of them within {timeout_s:.0f} s",
             do=(

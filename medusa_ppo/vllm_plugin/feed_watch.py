@@ -166,7 +166,7 @@ class FeedWatch:
                 do="Give the new run a feed of its own, or restart the engine.",
             )
         if (wanted := self._wanted(manifest)) is not None:
-            self._fetch(wanted, manifest)
+            self._fetch(wanted)
         self._told = ""
 
     def _wanted(self, manifest: FeedManifest) -> FeedVersion | None:
@@ -176,7 +176,7 @@ class FeedWatch:
         good = [version for version in newer if not self._refused & _names(version)]
         return good[-1] if good else None
 
-    def _fetch(self, version: FeedVersion, manifest: FeedManifest) -> None:
+    def _fetch(self, version: FeedVersion) -> None:
         self._forget_files()
         try:
             path = verify(self._feed, version, self._actor, self._folder.path)

@@ -85,32 +85,6 @@ def no_constraints_without_rows(original: Replaced) -> Replaced:
     return apply_sampling_constraints
 
 
-def rejection_in_torch(original: Replaced) -> Replaced:
-    """Failure: the C++ version reads outside its input for the padding id -1, and in 0.23 to 0.25
-    it doesn't take `USE_FP64_GUMBEL`.
-
-    Trigger: a request that is scheduled with padded drafts. Versions 0.31 and 0.32; not reported
-    upstream. Used if a request needs logits processors, because `verification_in_one_pass` leaves
-    these to vLLM.
-    """
-
-    @functools.wraps(original)
-    def rejection_sample(
-        draft_token_ids: torch.Tensor,
-        num_draft_tokens: list[int],
-        max_spec_len: int,
-        cu_num_draft_tokens: torch.Tensor,
-        draft_probs: PROPOSED,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        return verified_in_torch(
-            draft_token_ids, num_draft_tokens, max_spec_len, draft_probs, *args, **kwargs
-        )
-
-    return rejection_sample
-
-
 def verified_in_torch(
     draft_token_ids: torch.Tensor,
     num_draft_tokens: list[int],
@@ -426,7 +400,6 @@ CPU_PATCHES = (
         "apply_sampling_constraints",
         no_constraints_without_rows,
     ),
-    Patch("rejection sampling", rejection_sampler, "rejection_sample", rejection_in_torch),
     Patch(
         "verification in one pass",
         rejection_sampler.RejectionSampler,

@@ -303,17 +303,15 @@ class MedusaProposer(Drafter):
     def propose(
         self,
         num_speculative_tokens: int,
-        target_hidden_states: torch.Tensor,
+        hidden_BD: torch.Tensor,
         sampling_metadata: Any,
-        slot_mappings: Any = None,
     ) -> torch.Tensor | list[list[int]]:
         """Draft ids int64 `[B, k]` with k = min(num_speculative_tokens, num_drafts), which may be
         0; lists if requests have fewer.
 
         Args:
-            target_hidden_states: h_t `[B, D]` of each request, after the last norm.
+            hidden_BD: h_t of each request, after the last norm.
         """
-        hidden_BD = target_hidden_states  # vLLM's name for it, in case vLLM calls this.
         count = self.wanted(num_speculative_tokens, hidden_BD.shape[0])
         if count == 0:
             self._hold()
@@ -467,7 +465,8 @@ class MedusaProposer(Drafter):
             if self.draft_vocabulary.due:
                 self._refresh_vocabulary()
         if self._learns_from_steps:
-            self._learn_from_step(sampled_token_ids, drafted, scheduled_tokens)
+            sampled = [len(tokens) for tokens in sampled_token_ids]
+            self._learn(sampled, drafted, scheduled_tokens, self._seconds_of_step())
         accepted = [max(len(tokens) - 1, 0) for tokens in sampled_token_ids]
         if self.memory is not None:
             self.memory.attend(*self._running)
@@ -527,15 +526,6 @@ class MedusaProposer(Drafter):
         half of a timed pair: those steps are no choice.
         """
         return (self.choose and self.num_drafts > 0) or self._calibrating is not None
-
-    def _learn_from_step(
-        self,
-        sampled_token_ids: Sequence[Sequence[int]],
-        drafted: Sequence[int],
-        scheduled_tokens: int,
-    ) -> None:
-        seconds = self._seconds_of_step()
-        self._learn([*map(len, sampled_token_ids)], drafted, scheduled_tokens, seconds)
 
     def _seconds_of_step(self) -> float | None:
         """Seconds since the last call; None in the first."""

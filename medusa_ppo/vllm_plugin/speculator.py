@@ -677,11 +677,12 @@ class DraftsToVerify:
     """Stands where V2 has a table of draft logits `[S, K, V]`, from which it reads in verification.
 
     Attributes:
+        drafter: has the drafts.
         rows_at_once: rows of logits for which a table is made at a time.
     """
 
     def __init__(self, drafter: HeldHeads, requests_S: torch.Tensor, vocab_size: int) -> None:
-        self._drafter = drafter
+        self.drafter = drafter
         self._requests_S = requests_S
         self._vocab_size = vocab_size
         self.rows_at_once = table_rows_at_once(vocab_size)
@@ -690,14 +691,11 @@ class DraftsToVerify:
         self, rows: VerifiedRows, temperature_S: torch.Tensor, seed_S: torch.Tensor
     ) -> q_kernel.ByRow | None:
         """What is looked up by row; None: all drafts are one-hot."""
-        slots = self._drafter.slots
+        slots = self.drafter.slots
         if slots is None:
             return None
         tables_S = self._requests_S, temperature_S, seed_S
         return q_kernel.by_row(slots, rows, *tables_S, self._vocab_size)
-
-    def verifying(self, logits_TV: torch.Tensor, rows: VerifiedRows) -> None:
-        self._drafter.verifying(logits_TV, rows)
 
     def rehearse(self, rows: int) -> None:
         """Make a table as large as that of a step with this many rows."""
@@ -819,7 +817,7 @@ def with_q_as_it_is_read(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if isinstance(draft_logits, DraftsToVerify):
             rows = VerifiedRows(expanded_idx_mapping, expanded_local_pos, pos, draft_sampled)
-            draft_logits.verifying(target_logits, rows)
+            draft_logits.drafter.verifying(target_logits, rows)
             found = draft_logits.by_row(rows, temperature, seed)
             draft_logits = None
             if found is not None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ import vllm.v1.worker.gpu_worker as gpu_worker
 from vllm.platforms import current_platform
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from heads.checkpoint import holds_heads
 from medusa_ppo.drafting import sending, verify
 from medusa_ppo.vllm_plugin.drafter import Drafter, drafter_of
 from medusa_ppo.vllm_plugin.patches import verified_in_torch
@@ -34,19 +34,6 @@ from medusa_ppo.vllm_plugin.speculation import (
 )
 
 
-def is_native(folder: str | Path) -> bool:
-    """Whether heads/checkpoint.py wrote the heads in this folder."""
-    try:
-        return isinstance(
-            json.loads((Path(folder) / "config.json").read_text(encoding="utf-8")).get(
-                "medusa_ppo"
-            ),
-            dict,
-        )
-    except (OSError, ValueError, AttributeError):
-        return False
-
-
 def with_our_proposer(original: Callable[..., None]) -> Callable[..., None]:
     """Use our proposer for heads that we wrote; any other Medusa folder keeps vLLM's own."""
 
@@ -55,7 +42,7 @@ def with_our_proposer(original: Callable[..., None]) -> Callable[..., None]:
         original(self, *args, **kwargs)
         stock: Any = getattr(self, "drafter", None)
         folder = heads_folder(stock.vllm_config) if type(stock) is Drafter else ""
-        if folder and is_native(folder):
+        if folder and holds_heads(Path(folder)):
             refuse_lossy_rule(rule_of(stock.spec_config))
             refuse_what_heads_lack(stock.vllm_config)
             self.drafter = MedusaProposer(stock.vllm_config, self.device)
@@ -155,6 +142,12 @@ def with_our_verification(original: Callable[..., Any]) -> Callable[..., Any]:
     """`rejection_sample`: our sampled drafts are verified as a block, where their q is stored. V1's
     kernels verify each draft on its own, and need q of all tokens and all drafts, three times the
     memory of the logits.
+
+    The CPU build verifies all drafts in torch, whoever drafted them. Failure: its C++ version reads
+    outside its input for the padding id -1, and in 0.23 to 0.25 it doesn't take `USE_FP64_GUMBEL`.
+    Trigger: a request that is scheduled with padded drafts. Versions 0.31 and 0.32; not reported
+    upstream. Used if a request needs logits processors, because `verification_in_one_pass` leaves
+    these to vLLM.
     """
 
     @functools.wraps(original)
@@ -167,7 +160,7 @@ def with_our_verification(original: Callable[..., Any]) -> Callable[..., Any]:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        if not isinstance(draft_probs, verify.Proposed):
+        if not isinstance(draft_probs, verify.Proposed) and not current_platform.is_cpu():
             return original(
                 draft_token_ids,
                 num_draft_tokens,

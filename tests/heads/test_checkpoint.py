@@ -551,7 +551,7 @@ def test_heads_of_0_3_0_load_to_the_same_bits_and_say_the_same(form: str) -> Non
     logits = heads(
         hidden_2TD,
         lm_head_VD if heads.config.lm_head == "shared" else None,
-        next_ids_BT=ids_2T if heads.config.conditioned else None,
+        next_ids_BT=ids_2T if heads.config.needs_embedding else None,
         embedding_VD=table_VD if heads.config.needs_embedding else None,
     )
     given = (logits / heads.temperatures_K.view(-1, 1)).log_softmax(-1)

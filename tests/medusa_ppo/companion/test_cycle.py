@@ -17,7 +17,7 @@ from heads.checkpoint import load_state, save_state
 from heads.errors import CheckpointError
 from heads.heads_config import HeadsConfig
 from medusa_ppo.companion.cycle import JUDGED_ROWS, Cycle
-from medusa_ppo.companion.gate import Verdict, equal, replay
+from medusa_ppo.companion.gate import Served, Verdict, equal, replay
 from medusa_ppo.companion.holdout import hold_out, stretches
 from medusa_ppo.companion.positions import EarlySample
 from medusa_ppo.config.companion_section import HOLDOUT_SHARE, CompanionConfig
@@ -664,7 +664,7 @@ def test_candidates_are_judged_at_the_temperature_that_the_engine_drafts_at(
     _, holdout = hold_out(batch, HOLDOUT_SHARE, cycle._seed * 1_000_003 + cycle.batches_seen)
     heads = make(task).serving
     heads.load_trainable_state(served)
-    expected = replay(heads, holdout, task.lm_head_VD, draft_temperature=1.0).mean_acceptance_length
+    expected = replay(heads, holdout, task.lm_head_VD, served=Served(1.0)).mean_acceptance_length
     assert verdict.serving.mean_acceptance_length == pytest.approx(expected)
 
 

@@ -85,7 +85,7 @@ def test_better_heads_pass(chain, kind: str, draft_temperature: float) -> None:
         None,
         task.lm_head_VD,
         task.batch(30),
-        draft_temperature=draft_temperature,
+        served=Served(draft_temperature),
         embedding_VD=task.lm_head_VD,
     )
     assert verdict.publish and not verdict.worse and verdict.difference.low > 0
@@ -105,7 +105,7 @@ def test_fitted_temperatures_beat_one_on_miscalibrated_heads() -> None:
     fresh_M = torch.multinomial(p_V, 720, replacement=True)
     heads = MedusaHeads(HeadsConfig(4, 20, 3))
     fresh = RolloutBatch(hidden_MD, fresh_M, p_V[fresh_M].log(), lengths_S)
-    before = replay(heads, fresh, lm_head_VD, draft_temperature=1.0).mean_acceptance_length
+    before = replay(heads, fresh, lm_head_VD, served=Served(1.0)).mean_acceptance_length
     fit_temperatures(heads, batch, lm_head_VD, served=Served())
     assert heads.temperatures_K.tolist() == [1.0] * 3, "one-hot drafts have none"
     fit_temperatures(heads, batch, lm_head_VD, served=Served(1.0, num_drafts=2))
@@ -115,7 +115,7 @@ def test_fitted_temperatures_beat_one_on_miscalibrated_heads() -> None:
         1.0,
     ], "and heads that do not draft keep theirs"
     fit_temperatures(heads, batch, lm_head_VD, served=Served(1.0))
-    after = replay(heads, fresh, lm_head_VD, draft_temperature=1.0).mean_acceptance_length
+    after = replay(heads, fresh, lm_head_VD, served=Served(1.0)).mean_acceptance_length
     assert heads.temperatures_K.tolist() == [2.0] * 3 and before < 3.3 and after > 3.9
 
 
@@ -169,7 +169,7 @@ def test_poison_never_passes(chain, how: str, kind: str) -> None:
                     serving,
                     good,
                     holdout=task.batch(30),
-                    draft_temperature=temperature,
+                    served=Served(temperature),
                     **tables,
                 )
                 if serving is good:
@@ -178,7 +178,7 @@ def test_poison_never_passes(chain, how: str, kind: str) -> None:
                     # By chance better than heads that accept nothing; then it must be so on fresh
                     # rollouts too.
                     fresh = task.batch(200)
-                    kwargs = {"embedding_VD": task.lm_head_VD, "draft_temperature": temperature}
+                    kwargs = {"embedding_VD": task.lm_head_VD, "served": Served(temperature)}
                     after = replay(
                         poison(good, how), fresh, task.lm_head_VD, **kwargs
                     ).mean_acceptance_length
@@ -419,7 +419,7 @@ def test_heads_are_judged_as_they_are_served(
         other = replay(heads, unknown, lm_head_VD, served=served, **tables)
         assert not torch.allclose(other.accepted_SK, found.accepted_SK, rtol=1e-2)
     else:
-        other = replay(heads, holdout, lm_head_VD, draft_temperature=draft_temperature, **tables)
+        other = replay(heads, holdout, lm_head_VD, served=Served(draft_temperature), **tables)
         assert found.mean_acceptance_length < other.mean_acceptance_length
 
 

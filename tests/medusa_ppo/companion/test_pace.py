@@ -26,7 +26,7 @@ def test_both_ends_see_one_byte(tmp_path: Path) -> None:
     )
     loop.hold(False)
     waiter.join(1.0)
-    assert not waiter.is_alive() and companion.take_waited_s() > 0.05 and companion.waited_s == 0
+    assert not waiter.is_alive() and companion.waited_s > 0.05
 
 
 def test_in_its_turn_the_companion_has_everything(tmp_path: Path) -> None:

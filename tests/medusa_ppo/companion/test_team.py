@@ -212,7 +212,7 @@ def test_room_that_is_not_there_is_refused(ray_session: None) -> None:
     with pytest.raises(RunError, match="no room for the engines") as caught:
         reserve([bundle(0, "lonely"), bundle(2.0, "")], "engines", timeout_s=1)
     assert "lonely" in str(caught.value.given) and "CPU" in str(caught.value.given)
-    group = reserve([bundle(0, "")] * 2, "engines", "STRICT_PACK", timeout_s=60)
+    group = reserve([bundle(0, "")] * 2, "engines", timeout_s=60)
     release(group)
 
 

@@ -164,7 +164,7 @@ def test_products_in_bfloat16_lose_little(chain, device: torch.device, form: str
     losses = [[trainer.train_batch(batch).loss for batch in batches] for trainer in trainers]
     assert losses[1] != losses[0] and losses[1] == pytest.approx(losses[0], abs=0.03)
     lengths = [
-        replay(t.heads, held_out, t.lm_head_VD, embedding_VD=t.embedding_VD, draft_temperature=1.0)
+        replay(t.heads, held_out, t.lm_head_VD, embedding_VD=t.embedding_VD, served=Served(1.0))
         for t in trainers
     ]
     assert lengths[1].mean_acceptance_length == pytest.approx(

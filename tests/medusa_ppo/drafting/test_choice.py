@@ -368,9 +368,9 @@ def test_what_is_chosen_is_nearly_as_good_as_the_best_fixed_number(
 
 def test_many_heads_are_chosen_from_sparsely() -> None:
     assert DraftChooser(4).allowed == [0, 1, 2, 3, 4]
-    assert DraftChooser(15).allowed == [0, 1, 2, 3, 4, 6, 8, 12, 15]
-    chooser = DraftChooser(4, allowed=(0, 2, 4))
-    assert set(run(chooser, 4, 0.5, (8.0, 1.0, 0.02), 200)[0]) <= {0, 2, 4}
+    chooser = DraftChooser(15)
+    assert chooser.allowed == [0, 1, 2, 3, 4, 6, 8, 12, 15]
+    assert set(run(chooser, 4, 0.9, (8.0, 1.0, 0.02), 200)[0]) <= set(chooser.allowed)
 
 
 def test_a_table_is_taken_over_and_todays_steps_correct_it() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from heads.checkpoint import save_heads, save_state
 from heads.modules import MedusaHeads
-from medusa_ppo.companion.gate import replay
+from medusa_ppo.companion.gate import Served, replay
 from medusa_ppo.companion.trainer import HeadsTrainer
 from medusa_ppo.config.companion_section import CompanionConfig
 from medusa_ppo.config.engine_section import EngineConfig
@@ -93,7 +93,7 @@ def test_replay_reproduces_the_counters_of_the_engine_that_drafted(
             packed(actor.model, rollouts),
             actor.lm_head_VD,
             embedding_VD=embedding_VD,
-            draft_temperature=0.8 if sampled else 0.0,
+            served=Served(0.8 if sampled else 0.0),
         )
         if not sampled:
             # On a GPU a draft and its token may be told apart where two logits are as good as one.

@@ -480,7 +480,7 @@ def moved_out(name: str) -> Build:
 
 
 BLOCK = "blocks.0.layers.0.weight"
-SIZES = {"num_heads": 64, "hidden_size": 1 << 17, "vocab_size": 1 << 24}
+SIZES = {"num_heads": 31, "hidden_size": 1 << 17, "vocab_size": 1 << 24}
 NATIVE: dict[str, Build] = {
     "native: truncated": native(lambda f: os.truncate(weights(f), 1500)),
     "native: empty": native(lambda f: weights(f).write_bytes(b"")),
@@ -506,8 +506,11 @@ NATIVE: dict[str, Build] = {
     "native: sizes at the bounds": native_config(
         lambda c: (c.update(SIZES), c["medusa_ppo"]["heads"].update(SIZES))
     ),
-    "native: sizes beyond the bounds": native_config(
+    "native: heads beyond their number": native_config(
         lambda c: c["medusa_ppo"]["heads"].update(num_heads=10**15)
+    ),
+    "native: sizes beyond the bounds": native_config(
+        lambda c: c["medusa_ppo"]["heads"].update(num_layers=10**15)
     ),
     "native: wrong shape": native_tensors(lambda s: s.update({BLOCK: torch.zeros(D, D + 1)})),
     "native: wrong dtype": native_tensors(lambda s: s.update({BLOCK: torch.zeros(D, D).half()})),
@@ -600,6 +603,9 @@ WORDS = {
     "safetensors: a key twice": "a key appears twice",
     "safetensors: head number 999": "1000 heads",
     "safetensors: a head number with a zero in front": "unknown tensors",
+    "native: sizes at the bounds": "missing [",
+    "native: heads beyond their number": "num_heads <= 31",
+    "native: sizes beyond the bounds": "num_layers 1000000000000000 > 64",
 }
 """What refuses them: the check that is meant, not one behind it that would have done so too."""
 

@@ -1,7 +1,7 @@
 """Makes old_run.tar.gz, the run folder of an earlier release that test_old_run.py opens. Run it
 with that release's code:
 
-git worktree add --detach OLD 09356bd
+git worktree add --detach OLD 7856bb5f     # The end of 0.2.0.
 pip install --no-deps --target OLD/installed OLD      # vLLM finds a plugin by what is installed
 PYTHONPATH=OLD/installed python tests/medusa_ppo/ppo/make_old_run.py NEW_FOLDER
 tests/medusa_ppo/ppo/old_run.tar.gz
@@ -37,6 +37,7 @@ def tiny_actor(folder: Path, tokenizer: Any) -> Path:
         "num_attention_heads": 1,
         "num_key_value_heads": 1,
         "head_dim": 32,
+        "initializer_range": 1.0,
     }
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -53,26 +54,25 @@ def tiny_actor(folder: Path, tokenizer: Any) -> Path:
 
 
 def main(folder: Path, target: Path) -> None:
-    from medusa_ppo.ppo.demo.tokenizer import build_tokenizer
+    from medusa_ppo.demo.task import build_tokenizer
 
     actor = tiny_actor(folder / "actor", build_tokenizer())
     settings = {
         "name": "run",
         "out": str(folder),
         "model": {"path": str(actor)},
-        "data": {"path": "demo", "max_prompt_tokens": 100, "limit": 16},
-        "sampling": {"max_new_tokens": 8, "responses_per_prompt": 2},
+        "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:32]"},
+        "sampling": {"max_new_tokens": 16, "responses_per_prompt": 2},
         "engine": {"max_num_seqs": 8, "max_model_len": 128, "threads": 1},
         "heads": {"num_heads": 2, "kind": "medusa"},
-        "companion": {"wait": True, "checkpoint_every": 1, "replay_versions": 1},
+        "companion": {"wait": True, "replay_versions": 1, "learning_rate": 1e-2},
         "ppo": {
-            "steps": 2,
-            "prompts_per_step": 4,
+            "steps": 4,
+            "prompts_per_step": 8,
             "actor_learning_rate": 1e-4,
             "checkpoint_every": 1,
             "threads": 1,
         },
-        "report": {"speed_every": 0},
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(settings))
     command = [

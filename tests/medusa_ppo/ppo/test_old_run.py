@@ -1,5 +1,5 @@
-"""A run folder of an earlier release (commit 09356bd, by make_old_run.py): `report` opens it,
-`--resume` goes on from its checkpoint.
+"""A run folder of 0.2.0 (commit 7856bb5f, by make_old_run.py): `report` opens it, `--resume` goes
+on from its checkpoint.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from medusa_ppo.ppo.run_state import read_position, saved_folder
 from medusa_ppo.reports.store import read_run
 from medusa_ppo.runtime.hardware import settled
 
+ALLOWED = ("ppo.steps", "engine.num_drafts")
+"""More steps, and a number of drafts that no setting names any more (null: one for each head)."""
 PACKED = Path(__file__).with_name("old_run.tar.gz")
 tiny_actor = runpy.run_path(str(Path(__file__).with_name("make_old_run.py")))["tiny_actor"]
 
@@ -51,19 +53,31 @@ def old_run(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def config(old_run: Path) -> RunConfig:
-    """The same run, as this release's configuration says it."""
+    """The same run, two steps longer, as this release's configuration says it; where a default has
+    changed, with what it was.
+    """
     settings = {
         "name": "run",
         "out": str(old_run.parent),
         "model": {"path": str(old_run.parent / "actor")},
-        "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:16]"},
-        "sampling": {"max_new_tokens": 8, "responses_per_prompt": 2},
-        "engine": {"max_num_seqs": 8, "max_model_len": 128, "threads": 1},
+        "data": {"path": "demo", "max_prompt_tokens": 100, "split": "train[:32]"},
+        "sampling": {"max_new_tokens": 16, "responses_per_prompt": 2},
+        "engine": {
+            "runner": "v1",
+            "max_num_seqs": 8,
+            "max_model_len": 128,
+            "threads": 1,
+        },
         "heads": {"num_heads": 2, "kind": "medusa"},
-        "companion": {"wait": True, "replay_versions": 1},
+        "companion": {
+            "wait": True,
+            "replay_versions": 1,
+            "learning_rate": 1e-2,
+            "gate_confidence": 0.9,
+        },
         "ppo": {
-            "steps": 4,
-            "prompts_per_step": 4,
+            "steps": 6,
+            "prompts_per_step": 8,
             "actor_learning_rate": 1e-4,
             "checkpoint_every": 1,
             "threads": 1,
@@ -74,7 +88,7 @@ def config(old_run: Path) -> RunConfig:
 
 
 def test_report_opens_it(old_run: Path, tmp_path: Path) -> None:
-    assert [step[names.STEP] for step in read_run(old_run).steps] == [0, 1]
+    assert [step[names.STEP] for step in read_run(old_run).steps] == [0, 1, 2, 3]
     shown = CliRunner().invoke(app, ["report", str(old_run)])
     assert shown.exit_code == 0, shown.output
     page = (old_run / "report.html").read_text()
@@ -82,8 +96,11 @@ def test_report_opens_it(old_run: Path, tmp_path: Path) -> None:
 
 
 def test_its_checkpoint_is_read(old_run: Path, config: RunConfig) -> None:
-    position = read_position(old_run, settled(config))
-    assert (position.next_step, position.policy_version) == (2, 2) and position.wall_s > 0
+    with pytest.raises(ConfigError) as error:
+        read_position(old_run, settled(config))
+    assert error.value.given == "engine.num_drafts was None and is 'auto', ppo.steps was 4 and is 6"
+    position = read_position(old_run, settled(config), ALLOWED)
+    assert (position.next_step, position.policy_version) == (4, 4) and position.wall_s > 0
     actor = load_actor(config.model.path)
     learner = Learner(actor, Critic(actor), PPOConfig())
     saved = load_state(saved_folder(old_run) / "actor.safetensors")
@@ -101,7 +118,7 @@ def test_its_companions_state_is_taken_over(old_run: Path, config: RunConfig) ->
         config.heads.sizes(*reversed(lm_head_VD.shape)), config.companion, lm_head_VD, seed=0
     )
     cycle.load_state_dict(state)
-    assert (cycle.version, cycle.batches_seen, cycle.judged, cycle.trainer.rate) == (2, 2, 0, 1.0)
+    assert (cycle.version, cycle.batches_seen, cycle.judged, cycle.trainer.rate) == (1, 4, 4, 1.0)
     assert torch.equal(
         cycle.serving.trainable_state()["blocks.0.layers.0.weight"],
         state["serving.blocks.0.layers.0.weight"],
@@ -117,10 +134,10 @@ def test_its_own_configuration_is_refused_with_what_says_it_now(old_run: Path) -
 @pytest.mark.engine
 @pytest.mark.slow
 def test_it_is_gone_on_with(old_run: Path, config: RunConfig) -> None:
-    assert run_ppo(config, resume=True)["status"] == "finished"
+    assert run_ppo(config, resume=True, allow=ALLOWED)["status"] == "finished"
     steps = read_run(old_run).steps
-    assert [step[names.STEP] for step in steps] == [0, 1, 2, 3]
+    assert [step[names.STEP] for step in steps] == [0, 1, 2, 3, 4, 5]
     assert (
-        steps[3][names.HEADS_VERSION] >= steps[1][names.HEADS_VERSION]
-        and steps[3][names.POLICY_VERSION] == 3
+        steps[5][names.HEADS_VERSION] >= steps[3][names.HEADS_VERSION]
+        and steps[5][names.POLICY_VERSION] == 5
     )

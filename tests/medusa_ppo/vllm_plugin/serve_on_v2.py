@@ -124,7 +124,7 @@ def held_against_a_whole_table(engine: ColocatedEngine) -> Iterator[dict[str, An
         rows = VerifiedRows(slots_T, places_T, pos_T, ids_T)
         read = rows, kept._requests_S, temperature_S, seed_S
         by_row, plainly = (
-            make(kept._drafter.slots, *read, kept._vocab_size)
+            make(kept.drafter.slots, *read, kept._vocab_size)
             for make in (q_kernel.by_row, q_kernel.by_row_plainly)
         )
         found["alike"] &= all(map(torch.equal, by_row[1:], plainly[1:]))

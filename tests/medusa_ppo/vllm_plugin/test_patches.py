@@ -19,12 +19,12 @@ from medusa_ppo.drafting.verify import (
     assemble,
     verify_rows,
 )
+from medusa_ppo.vllm_plugin import v1_runner
 from medusa_ppo.vllm_plugin.patches import (
     _gather_logprobs,
     drafts_as_lists,
     kind_of_heads_known,
 )
-from medusa_ppo.vllm_plugin.v1_runner import with_our_verification
 
 
 @pytest.mark.parametrize("num_logprobs", [0, 3])
@@ -76,9 +76,12 @@ def test_our_kinds_of_heads_are_medusa_to_vllm(given: str, seen: str) -> None:
 
 
 @pytest.mark.parametrize("counts", [[3, 3, 3, 3], [3, 0, 1, 2]])
-def test_our_drafts_are_verified_as_a_block_on_every_device(counts: list[int]) -> None:
+def test_our_drafts_are_verified_as_a_block_on_every_device(
+    counts: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A GPU's V1 asks us for the rows of drafts alone, and vLLM's sampler for the tokens behind
-    them; the CPU build asks for all rows at once. Of the same numbers both make the same.
+    them; the CPU build asks for all rows at once. Of the same numbers both make the same. Drafts of
+    others are verified by vLLM's kernels, but for its CPU build, which reads outside its input.
     """
     torch.manual_seed(0)
     vocab, batch = 6, len(counts)
@@ -96,9 +99,14 @@ def test_our_drafts_are_verified_as_a_block_on_every_device(counts: list[int]) -
     run_B, last_B = verify_rows(logits_NV, None, rows, counts, ours, rule)
     bonus_B = draw(logits_NV[ends_B].softmax(-1), numbers_BW[:, -1:])
     sampling = SimpleNamespace(all_greedy=False, all_random=True, temperature=None, generators={})
-    original = with_our_verification(lambda *_: "vLLM's")
+    verified = v1_runner.with_our_verification(lambda *_: "vLLM's")
     given = (ids_T, counts, max(counts), None)
     more = (logits_NV[of_drafts_N], bonus_B, sampling)
-    found = original(*given, ours, *more)
-    assert torch.equal(found, assemble(rows, run_B, last_B))
-    assert original(*given, None, *more) == original(*given, q_BKV, *more) == "vLLM's"
+    for on_the_cpu in (True, False):
+        platform = SimpleNamespace(is_cpu=lambda found=on_the_cpu: found)
+        monkeypatch.setattr(v1_runner, "current_platform", platform)
+        found = verified(*given, ours, *more)
+        assert torch.equal(found, assemble(rows, run_B, last_B))
+        for others in (None, torch.cat([q_KV[:k] for q_KV, k in zip(q_BKV, counts, strict=True)])):
+            found = verified(*given, others, *more)
+            assert torch.is_tensor(found) if on_the_cpu else found == "vLLM's"
