@@ -60,6 +60,7 @@ class RoleMemory:
         engine: bytes of an engine that shares the process's device, while it is awake
             (ppo.placement=shared).
         pieces: roles score while that engine writes.
+        together: actor and critic learn at the same time (ppo.side_by_side).
     """
 
     where: str
@@ -69,6 +70,7 @@ class RoleMemory:
     steps_on_copies: bool = False
     engine: int = 0
     pieces: bool = False
+    together: bool = False
 
     def during(self, who: str, learns: bool) -> dict[str, int]:
         """Bytes of each role on the process's device while one of them computes; with an engine
@@ -92,7 +94,7 @@ class RoleMemory:
         found = {
             role.role: role.weights
             + role.kept
-            + role.gradients * (self.buffered or (learns and role.role == who))
+            + role.gradients * (self.buffered or (learns and (self.together or role.role == who)))
             for role in self.roles
         }
         if self.placement == SWAPPED and REWARD in found:
@@ -150,7 +152,9 @@ def role_memory(config: RunConfig, model: ModelSizes) -> tuple[RoleMemory, ...]:
         (ranks if config.reward_on_ranks else loop).append(RoleBytes(REWARD, element * count))
     placement = config.ppo.placement
     pieces = config.ppo.piece_prompts is not None
-    found = [RoleMemory(LOOP, placement, tuple(loop), pieces=pieces)] if loop else []
+    together = config.ppo.side_by_side
+    here = RoleMemory(LOOP, placement, tuple(loop), pieces=pieces, together=together)
+    found = [here] if loop else []
     if ranks:
         copies = config.model.dtype == "bfloat16"
         found.append(RoleMemory(RANK, placement, tuple(ranks), True, copies, pieces=pieces))

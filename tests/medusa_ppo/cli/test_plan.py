@@ -52,7 +52,7 @@ from medusa_ppo.engines.actor_sync import actor_state
 from medusa_ppo.ppo.batch import PPOBatch
 from medusa_ppo.ppo.critic import Critic
 from medusa_ppo.ppo.learner import Learner
-from medusa_ppo.ppo.role_memory import RANK
+from medusa_ppo.ppo.role_memory import CRITIC, RANK, role_memory
 from medusa_ppo.runtime.hardware import (
     TIED_BY_DEFAULT,
     Hardware,
@@ -763,6 +763,19 @@ def test_roles_that_take_turns_come_once_for_each_piece() -> None:
     once = there[1][0] - there[0][0]
     assert once > 0 and there[2][0] - there[0][0] == 3 * once, "two pieces, and four"
     assert there[0][1] == there[1][1] == there[2][1]
+
+
+def test_two_that_learn_at_the_same_time_both_have_gradients() -> None:
+    sizes = ModelSizes.from_config({**SMALL, "num_key_value_heads": 2})
+
+    def most(**ppo: Any) -> int:
+        run = settled(build_config({"ppo": {"placement": "separate", **ppo}}), NO_GPU)
+        (memory,) = role_memory(run, sizes)
+        return sum(memory.most.values())
+
+    run = settled(build_config({}), NO_GPU)
+    (critic,) = (role for role in role_memory(run, sizes)[0].roles if role.role == CRITIC)
+    assert most(side_by_side=True) - most() == critic.gradients > 0
 
 
 def test_a_plan_says_who_has_memory_when(folder: Path, tmp_path: Path) -> None:
