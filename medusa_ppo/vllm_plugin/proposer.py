@@ -303,15 +303,18 @@ class MedusaProposer(Drafter):
     def propose(
         self,
         num_speculative_tokens: int,
-        hidden_BD: torch.Tensor,
+        target_hidden_states: torch.Tensor,
         sampling_metadata: Any,
+        slot_mappings: Any = None,
     ) -> torch.Tensor | list[list[int]]:
         """Draft ids int64 `[B, k]` with k = min(num_speculative_tokens, num_drafts), which may be
         0; lists if requests have fewer.
 
         Args:
-            hidden_BD: h_t of each request, after the last norm.
+            target_hidden_states: h_t `[B, D]` of each request, after the last norm.
         """
+        # vLLM's name for it: vLLM itself calls this where a test takes the patches out.
+        hidden_BD = target_hidden_states
         count = self.wanted(num_speculative_tokens, hidden_BD.shape[0])
         if count == 0:
             self._hold()
