@@ -406,6 +406,9 @@ class Attachment:
             # prompts.
             if any(part.prompts for part in every) and facts is not None:
                 self._expect(every, sampling, facts)
+            elif self.config.engine.chooses_drafts:
+                # What was chosen for these steps is none of the next rollouts'.
+                self._led(self._forget_choices)
 
     def _expect(self, every: list[Generated], sampling: Sampling, facts: dict[str, Any]) -> None:
         """Report the rollouts of all processes to the plugin; the tap looks for this one's rows."""
@@ -432,6 +435,10 @@ class Attachment:
         counters = self.engine.counters()
         self.plugin.before_generation()
         return counters
+
+    def _forget_choices(self) -> None:
+        assert self.engine is not None, "between begin() and end()"
+        self.engine.choices()
 
     def _facts(self, before: Counters, seconds: float) -> dict[str, Any]:
         """The fields of the rollouts that only the first process knows."""

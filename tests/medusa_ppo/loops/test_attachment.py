@@ -156,6 +156,30 @@ def test_every_generation_before_an_update_has_a_line(
     assert [step[names.RESPONSE_LENGTH] for step in steps] == [2, 3, 5, 7]
 
 
+def test_what_an_engine_chose_for_an_evaluation_is_forgotten(
+    plugins: list[OwnPlugin], chain_actor: Path, tmp_path: Path
+) -> None:
+    """They counted as choices of the next rollouts."""
+    asked: list[str] = []
+
+    class Choosing(NoEngine):
+        def choices(self) -> list[Any]:
+            asked.append("choices")
+            return []
+
+    model, medusa = load_actor(str(chain_actor)), attached(tmp_path)
+    medusa.engine = Choosing()
+    medusa.begin(model)
+    asked.clear()
+    with medusa.generation(Sampling()):
+        pass
+    assert asked == ["choices"]
+    with medusa.generation(Sampling()) as generated:
+        generated.append(Generated([[5, 6]], [[7] * 2], [[-0.5] * 2]))
+    assert asked == ["choices"], "these are the rollouts': the plugin reads them with its report"
+    medusa.end()
+
+
 @pytest.mark.parametrize("trained", [None, False, True])
 def test_heads_that_begin_untrained_without_a_warm_up_say_so(
     trained: bool | None,
