@@ -31,7 +31,7 @@ a given number of tokens.
 """
 LARGEST_STEP = 512
 """Positions of an optimizer step's micro-batch, unless there are few tokens."""
-ENOUGH_STEPS = 350
+ENOUGH_STEPS = 700
 """Optimizer steps of a whole training, as far as they have LEAST_POSITIONS."""
 # The sections of a run's configuration, at their defaults.
 HEADS = HeadsSection()

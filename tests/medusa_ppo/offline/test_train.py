@@ -442,7 +442,7 @@ def test_a_training_of_an_older_version_is_refused(
     ("asked", "tokens", "positions", "rate"),
     [
         ({}, 2_000, 128, 1e-3),
-        ({}, 24_000, 274, 1.463e-3),
+        ({}, 49_000, 280, 1.479e-3),
         ({}, 100_000, 512, 2e-3),
         ({"workers": 8}, 1_000_000, 512, 2e-3),
         ({"workers": 8}, 8_000, 16, 1e-3),
