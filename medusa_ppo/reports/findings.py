@@ -311,7 +311,8 @@ def _of_heads(run: Run, summary: Summary) -> Iterator[Finding]:
         yield Finding(
             "worse_than_frozen",
             text,
-            "Lower companion.learning_rate, or give it more prompts a step.",
+            "Lower companion.learning_rate (the figure companion_learning_rate is the last step's),"
+            " or give it more prompts a step.",
         )
     last = summary["staleness"]["last"]
     window = summary["window_steps"]
@@ -369,7 +370,7 @@ def _versions_worse(summary: Summary) -> Iterator[Finding]:
             f"{worse} of {followed} versions were significantly worse than the heads before them,"
             f" on later batches; by chance so many are worse in {w.percent(chance)} of the runs.",
             "Raise companion.gate_confidence or ppo.prompts_per_step, or lower"
-            " companion.learning_rate.",
+            " companion.learning_rate (the figure companion_learning_rate is the last step's).",
         )
 
 
