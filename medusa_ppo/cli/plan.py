@@ -90,7 +90,7 @@ def companion_parts(
     copies = ADAM_COPIES + OTHER_HEADS + STEP_COPIES
     drafted = draft_vocabulary(config.engine, heads) or model.vocab
     # Before anything else the companion trains on the warm-up's tokens.
-    most = max(_trained_tokens(config, model, tokens), _warm_up_tokens(config))
+    most = max(_trained_tokens(config, model, tokens), config.warm_up_tokens)
     share = -(-most // (section.steps_of(most) * section.workers))
     rows = min(share, max(1, LOGITS_BYTES // (FLOAT32 * model.vocab)))
     logits = min(max(GPU_CHUNK if gpus else CPU_CHUNK, drafted), rows * drafted)
@@ -594,12 +594,6 @@ def _trained_tokens(config: RunConfig, model: ModelSizes, tokens: int) -> int:
     """Positions of a pass over a step's batch, at most, with those of replayed ones beside it."""
     replayed = sum(REPLAY_DECAY**age for age in range(config.companion.replay_versions + 1))
     return round(_kept_tokens(config, model, tokens) * replayed)
-
-
-def _warm_up_tokens(config: RunConfig) -> int:
-    """Tokens of the warm-up; 0: there is none."""
-    untrained = not config.heads.path and config.engine.most_drafts != 0 and not config.data.images
-    return config.heads.warm_up_tokens if untrained else 0
 
 
 def _batch_bytes(config: RunConfig, model: ModelSizes, tokens: int) -> int:

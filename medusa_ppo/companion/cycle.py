@@ -555,8 +555,8 @@ class Cycle:
             if name != GONE:
                 setattr(self, name, value)
         self.trainer.rate, self.positions_frac, *later = state["schedule"].tolist()
-        # States before 0.4 lack the last of the first four, and those of before it was known whose
-        # estimates they hold the two after these, or the last one.
+        # Earlier releases wrote fewer numbers: those before 0.4 not the fourth of these, and not
+        # yet which versions are serving and were judged.
         later += [0.0] * (4 - len(later))
         self.passes, self.gain, self._level, unjudged_rows, *versions = later
         self._unjudged_rows = int(unjudged_rows)

@@ -339,9 +339,9 @@ class HeadsTrainer:
 
     def _positions_of_all(self, count: int) -> int:
         """Positions of the whole team's pass. Members must agree on it, or equal gradients would
-        move their heads by different steps.
+        move their heads by different steps; a schedule doesn't ask for it.
         """
-        if self.team is None or self._alike:
+        if self.team is None or self._alike or self._schedule is not None:
             return count
         counted = torch.tensor([count], dtype=torch.int64)
         self.team.add_up(counted)

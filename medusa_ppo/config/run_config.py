@@ -106,6 +106,15 @@ class RunConfig(Section):
         return heads_wait and not self.engine.chooses_drafts
 
     @property
+    def warm_up_tokens(self) -> int:
+        """Tokens of the heads' warm-up before step 0; 0: there is none, because heads are trained,
+        nothing trains them, the engine won't draft, or prompts have images.
+        """
+        untrained = not self.heads.path and self.companion.enabled
+        wanted = untrained and self.engine.most_drafts != 0 and self.data.images is None
+        return self.heads.warm_up_tokens if wanted else 0
+
+    @property
     def critic_on_ranks(self) -> bool:
         """Whether there is a critic that the ranks of the Megatron actor hold."""
         return self.actor.roles != POLICY_ROLES and self.ppo.advantages == "gae"

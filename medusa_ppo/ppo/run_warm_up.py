@@ -16,7 +16,7 @@ from medusa_ppo.plugin.no_plugin import NoPlugin
 from medusa_ppo.plugin.warm_up import FOLDER, LEAST_PROMPTS
 from medusa_ppo.ppo import run_progress as phases
 from medusa_ppo.ppo.batch import PPOBatch
-from medusa_ppo.ppo.generation import Prompt, PromptStream, num_drafts, sampling_of
+from medusa_ppo.ppo.generation import Prompt, PromptStream, sampling_of
 from medusa_ppo.ppo.placement import ACTOR
 from medusa_ppo.ppo.run_progress import ProgressSink
 from medusa_ppo.ppo.run_state import RunPosition
@@ -29,15 +29,8 @@ TOKENS_PER_PROMPT = 16
 
 
 def wanted(config: RunConfig, position: RunPosition) -> bool:
-    """Whether the heads are untrained, the run has not begun, and the engine will draft."""
-    return bool(
-        config.heads.warm_up_tokens
-        and not config.heads.path
-        and config.companion.enabled
-        and num_drafts(config)
-        and not position.next_step
-        and config.data.images is None
-    )
+    """Whether the run has a warm-up, and has not begun."""
+    return bool(config.warm_up_tokens) and not position.next_step
 
 
 def prompts_of(config: RunConfig, stream: PromptStream) -> list[Prompt]:
